@@ -6,15 +6,17 @@ A worker opens a file once: an attribute is lost state if it changes again
 after the first build.
 
 Checked are attributes to which the training process gave a value other than
-`None`; the items of short lists, dicts and sets among these; and the same in
-objects of the user's own classes. Entries that a dict gains or loses belong to
-a cache, and are ignored. One check takes some 50 us, and checks become rarer.
+`None`; the items of short lists, dicts and sets among these, and the positions
+of iterators; and the same in objects of the user's own classes. Entries that a
+dict gains or loses belong to a cache, and are ignored. One check takes some 50
+us, and checks become rarer.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import numpy as np
@@ -89,13 +91,37 @@ def _places(attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def _content(value: Any) -> Any:
     """Returns a copy of a short container, or the length of a long container.
 
-    Returns `None` for other values.
+    Returns the position of an iterator, and `None` for other values.
     """
     if isinstance(value, (*_SEQUENCES, dict, set)):
         if len(value) > _MOST_ITEMS:
             return len(value)
         return dict(value) if isinstance(value, dict) else list(value)
-    return None
+    return _position_of(value) if _is_iterator(value) else None
+
+
+def _is_iterator(value: Any) -> bool:
+    """Returns whether a value is an iterator of Python's own."""
+    is_pythons = type(value).__module__ in ("builtins", "itertools")
+    return is_pythons and isinstance(value, Iterator)
+
+
+def _position_of(value: Any) -> Any:
+    """Returns where an iterator is, from what pickle would keep of it."""
+    if isinstance(value, tuple):
+        return tuple(map(_position_of, value))
+    if isinstance(value, (int, float)):
+        return value
+    if isinstance(value, Sized):
+        return len(value)
+    if not _is_iterator(value):
+        return None
+    with warnings.catch_warnings():  # itertools' will not be pickled some day
+        warnings.simplefilter("ignore")
+        try:
+            return _position_of(value.__reduce__()[1:])
+        except Exception:
+            return None
 
 
 def _differs(before: tuple[Any, Any], value: Any, content: Any) -> bool:

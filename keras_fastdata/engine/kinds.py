@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from keras_fastdata._modules import is_users_class
 from keras_fastdata.building.attributes import first_items
 from keras_fastdata.building.variables import NAMESPACES
+from keras_fastdata.engine.library_objects import content_of, digest_of
 from keras_fastdata.engine.plain_values import (
     CONTAINERS,
     MAPPINGS,
@@ -58,6 +60,8 @@ def _content_of(value: Any) -> Any:
     """Returns a description of the content; `None` if there is none."""
     kind = type(value)
     package = kind.__module__.partition(".")[0]
+    if isinstance(value, np.memmap):
+        return digest_of(value)  # with its path
     if isinstance(value, np.ndarray):
         if not value.dtype.hasobject:
             return value.dtype.str, value.shape, checksum_of(value)
@@ -83,7 +87,17 @@ def _content_of(value: Any) -> Any:
     if package == "pandas" and hasattr(value, "to_numpy"):
         rows = getattr(value, "iloc", value)[:_MOST_ROWS].to_numpy()
         return value.shape, [*map(_item, rows.ravel()[:_MOST_ROWS].tolist())]
-    return repr(value) if package == "pandas" else None
+    if package in ("jax", "jaxlib") and hasattr(value, "__array__"):
+        return _content_of(np.asarray(value))
+    if is_users_class(kind) and is_frozen(value):
+        return digest_of(value)  # nobody can set its attributes
+    return repr(value) if package == "pandas" else content_of(value)
+
+
+def is_frozen(value: Any) -> bool:
+    """Returns whether the class of an object may forbid assignments."""
+    kind: Any = type(value)
+    return kind.__setattr__ is not object.__setattr__
 
 
 def _text_of(value: Any) -> str:

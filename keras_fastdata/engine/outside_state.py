@@ -45,7 +45,7 @@ from keras_fastdata.building.referred_names import variables_of
 from keras_fastdata.building.variables import ABSENT, Inside, Variable
 from keras_fastdata.engine import framework_settings, module_sources
 from keras_fastdata.engine.framework_settings import SettingsByModule
-from keras_fastdata.engine.kinds import bare_kind_of, kind_of
+from keras_fastdata.engine.kinds import bare_kind_of, is_frozen, kind_of
 from keras_fastdata.engine.outside_values import FirstValues, OutsideValues
 from keras_fastdata.engine.plain_values import (
     CONTAINERS,
@@ -55,7 +55,8 @@ from keras_fastdata.engine.plain_values import (
 )
 from keras_fastdata.engine.seen_variable import SeenVariable
 from keras_fastdata.engine.sent_digest import digest_of
-from keras_fastdata.engine.told_objects import as_filled, as_made, is_frozen
+from keras_fastdata.engine.told_objects import as_filled, as_made
+from keras_fastdata.engine.told_pickles import Pickled, as_pickled
 from keras_fastdata.engine.told_state import (
     LOST,
     NOTHING_TOLD,
@@ -196,12 +197,23 @@ class OutsideState:
             values.setdefault(variable.module, {})[variable.path] = value
         elif (filled := as_filled(value)) is not None:
             values.setdefault(variable.module, {})[variable.path] = filled
-        elif _is_of_main(value):
+        elif (pickled := self._as_pickled(variable, value)) is not None:
+            values.setdefault(variable.module, {})[variable.path] = pickled
+        elif _is_of_main(value) or _is_shared_by_processes(value):
             self._lose(variable)
         elif not isinstance(value, types.ModuleType):
             # What builds edit may differ between processes.
             kind = (bare_kind_of if variable.is_edited else kind_of)(value)
             kinds.setdefault(variable.module, {})[variable.path] = kind
+
+    def _as_pickled(self, variable: Variable, value: Any) -> Pickled | None:
+        """Describes a value that workers cannot set part by part."""
+        if variable.is_edited:
+            return None  # they have their own
+        is_users = is_users_class(type(value))
+        if is_users and not (variable.is_assigned or is_frozen(value)):
+            return None
+        return as_pickled(value)
 
     def _record_result(
         self, variable: Variable, results: KindsByModule
@@ -308,7 +320,7 @@ class OutsideState:
         if value is ABSENT:
             return Change.IN_MODULES  # workers import the module again
         can_be_told = can_be_sent(value) or None is not (
-            as_made(value) or as_filled(value)
+            as_made(value) or as_filled(value) or as_pickled(value)
         )
         if not (can_be_told or seen.differs_in_items) or _is_inside(variable):
             self._lose(variable)
@@ -391,6 +403,14 @@ def _is_of_process(variable: Variable) -> bool:
         return False
     is_filled = type(value) in (*CONTAINERS, *MAPPINGS) and bool(value)
     return not (is_filled and is_plain(value))
+
+
+def _is_shared_by_processes(value: Any) -> bool:
+    """Returns whether a value is such as `multiprocessing.Value`.
+
+    A worker that imports the module makes another one.
+    """
+    return str(type(value).__module__).startswith("multiprocessing.")
 
 
 def _is_of_main(value: Any) -> bool:

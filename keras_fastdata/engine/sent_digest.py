@@ -14,7 +14,6 @@ import collections
 import enum
 import functools
 import hashlib
-import io
 import logging
 import mmap
 import types
@@ -33,6 +32,7 @@ from keras_fastdata.building.attributes import (
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.building.variables import OPEN
 from keras_fastdata.memory import rebuilt_classes
+from keras_fastdata.memory.limited_stream import LimitedStream, LimitError
 from keras_fastdata.memory.reducers import Pickler
 from keras_fastdata.memory.shared_arrays import owner_of
 
@@ -43,7 +43,6 @@ _MOST_BYTES = 1 << 20  # of an array that is read whole
 _MOST_READ = 1 << 25  # bytes of all arrays
 _FEW_BYTES = 1_000  # of an array whose identity does not count
 _MOST_SAMPLED = 1 << 16  # items of a larger array
-_MOST_PICKLED = 1 << 20  # bytes of a pickle
 
 _TEXTS = (str, bytes, bytearray)
 _SCALARS = (int, float, complex, types.NoneType, np.generic)
@@ -114,26 +113,6 @@ def checksum_of(values: Any) -> tuple[Any, ...] | None:
     return values.shape, zlib.crc32(values.tobytes())
 
 
-class _LimitError(Exception):
-    """A digest has reached its limit."""
-
-
-class _Digest(io.RawIOBase):
-    """Computes the digest of what is written, up to a limit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hash = hashlib.blake2b(digest_size=16)
-        self._left = _MOST_PICKLED
-
-    def write(self, content: Any) -> int:
-        self._left -= len(content)
-        if self._left < 0:
-            raise _LimitError
-        self.hash.update(content)
-        return len(content)
-
-
 class _SentPickler(Pickler):
     """Pickles small data and code, and the identity of everything else.
 
@@ -144,8 +123,8 @@ class _SentPickler(Pickler):
     """
 
     def __init__(self, dataset: Any, *, has_data: bool = True) -> None:
-        self._stream = _Digest()
-        super().__init__(self._stream, protocol=5)
+        self._hash = hashlib.blake2b(digest_size=16)
+        super().__init__(LimitedStream(self._hash.update), protocol=5)
         self._code: dict[int, tuple[int, Any]] = {}  # by id, each numbered
         self._dataset = dataset
         self._has_data = has_data
@@ -159,13 +138,13 @@ class _SentPickler(Pickler):
     @property
     def digest(self) -> bytes:
         """The digest of what was pickled."""
-        return self._stream.hash.digest()
+        return self._hash.digest()
 
     def is_cut_short(self, obj: Any) -> bool:
         """Pickles an object; returns whether the limit was reached."""
         try:
             self.dump(obj)
-        except _LimitError:
+        except LimitError:
             return True
         return False
 

@@ -11,7 +11,7 @@ from typing import Any
 from keras_fastdata._modules import is_users_class
 from keras_fastdata.building.assignments import is_by_value
 from keras_fastdata.building.attributes import attributes_of, slots_of
-from keras_fastdata.engine.kinds import bare_kind_of
+from keras_fastdata.engine.kinds import bare_kind_of, is_frozen
 from keras_fastdata.engine.plain_values import (
     CONTAINERS,
     MAPPINGS,
@@ -72,12 +72,6 @@ def as_made(value: Any) -> Made | None:
     return Made(
         kind.__module__, kind.__qualname__, attributes, is_frozen(value)
     )
-
-
-def is_frozen(value: Any) -> bool:
-    """Returns whether the class of an object may forbid assignments."""
-    kind: Any = type(value)
-    return kind.__setattr__ is not object.__setattr__
 
 
 class _PlainObject:

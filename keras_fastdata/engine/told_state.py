@@ -45,6 +45,7 @@ from keras_fastdata.engine.module_sources import (
 )
 from keras_fastdata.engine.plain_values import MAPPINGS, SEQUENCES, is_equal
 from keras_fastdata.engine.told_objects import Filled, Made, as_filled
+from keras_fastdata.engine.told_pickles import Pickled
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.workers.base import ONCE
 
@@ -155,11 +156,13 @@ def _give(module: Any, path: Path, given: Any) -> bool:
     with contextlib.suppress(Exception):
         if isinstance(value, Filled):
             return value.fill(before)
-        if not isinstance(value, Made):
+        if not isinstance(value, (Made, Pickled)):
             if not is_equal(before, value) and not _fill(before, value):
                 _set_part(owner, last, value)
         elif value.is_missing(before, ABSENT):
-            _set_part(owner, last, value.make())
+            made = value.make()
+            if not _fill(before, made):
+                _set_part(owner, last, made)
         return True
     return False
 
@@ -196,7 +199,7 @@ def _has(value: Any, given: Any) -> bool:
     """Returns whether a variable has the value that it was given."""
     if isinstance(given, Filled):
         return is_equal(as_filled(value), given)
-    return isinstance(given, Made) or is_equal(value, given)
+    return isinstance(given, (Made, Pickled)) or is_equal(value, given)
 
 
 def _lose(name: str, path: Path) -> None:

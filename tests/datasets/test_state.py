@@ -308,6 +308,11 @@ def test_what_a_worker_opens_or_caches_for_itself_is_not_lost_state(
         ([0] * 99, "x.append(3)"),
         (_Tools(), "x.used += 1"),
         (np.zeros(3), "x = x + 1"),
+        (iter(range(9)), "next(x)"),
+        (iter([1, 2, 3, 4]), "next(x)"),
+        (itertools.cycle("abcde"), "next(x)"),
+        (itertools.count(0.5), "next(x)"),
+        (zip(map(str, "abcd"), range(9), strict=False), "next(x)"),
     ],
     ids=[
         "number",
@@ -319,6 +324,11 @@ def test_what_a_worker_opens_or_caches_for_itself_is_not_lost_state(
         "long",
         "object",
         "array",
+        "iterator of a range",
+        "iterator of a list",
+        "cycle",
+        "count",
+        "zip",
     ],
 )
 def test_what_changes_again_and_again_is_lost_state(value, edit):

@@ -89,6 +89,24 @@ class FrozenSlots:
     scale: int = 1
 
 
+class Refuses:
+    """Can neither be changed nor be pickled."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self, scale):
+        object.__setattr__(self, "scale", scale)
+
+    def __setattr__(self, name, value):
+        raise AttributeError(name)
+
+    def __reduce__(self):
+        raise TypeError("on purpose")
+
+
+refuses = Refuses(1)
+
+
 class Doubled:
     """A descriptor that keeps twice the number which is assigned."""
 
@@ -111,6 +129,7 @@ class Converting:
 
 converting = Converting()
 DTYPE = np.float32
+curve = np.poly1d([1])
 frozen_slots = FrozenSlots()
 other_frozen_slots = FrozenSlots(7)  # with another value than the class's
 

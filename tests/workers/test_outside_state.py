@@ -13,6 +13,7 @@ import decimal
 import enum
 import functools
 import importlib
+import multiprocessing
 import operator
 import re
 import sys
@@ -344,6 +345,14 @@ def test_a_look_from_another_thread_is_no_change():
     looks.start()
     looks.join()
     assert not state.notice_changes()
+
+
+def test_what_processes_are_to_share_is_said_to_be_lost(patch, caplog):
+    patch.setattr(conf, "refuses", multiprocessing.Value("i", 3))
+    use = lambda *_: bool(conf.refuses)  # noqa: E731
+    with Holds(0, use, **PROCESSES) as dataset:
+        list(dataset)
+    assert "has set `outside_config.refuses`" in caplog.text
 
 
 def test_workers_that_share_a_fork_lose_nothing(patch, caplog):
@@ -842,12 +851,47 @@ def test_a_type_of_python_or_numpy_is_a_value(kind, cache, patch, caplog):
 
 
 def test_an_attribute_that_cannot_be_set_is_said_to_be_lost(patch, caplog):
-    patch.setattr(conf, "frozen_slots", conf.FrozenSlots(2))
-    with Holds(
-        None, lambda *_: conf.frozen_slots.scale, **PROCESSES
-    ) as dataset:
+    patch.setattr(conf, "refuses", conf.Refuses(2))
+    with Holds(None, lambda *_: conf.refuses.scale, **PROCESSES) as dataset:
         list(dataset)
-    assert "has set `outside_config.frozen_slots.scale`" in caplog.text
+    assert "has set `outside_config.refuses.scale`" in caplog.text
+
+
+@pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.parametrize(
+    ("name", "make", "read"),
+    [
+        ("frozen_slots", conf.FrozenSlots, lambda value: value.scale),
+        (
+            "frozen",
+            lambda scale: conf.Frozen(conf.FrozenSlots(scale)),
+            lambda value: getattr(value.scale, "scale", value.scale),
+        ),
+        ("_table", conf.FrozenSlots, lambda value: value.scale),
+        ("curve", lambda scale: np.poly1d([scale]), lambda value: value(0)),
+        (
+            "LARGE",
+            lambda scale: [conf.Config(scale)] * 2000,
+            lambda value: getattr(value[0], "depth", 0),
+        ),
+    ],
+    ids=["slots", "nested", "none", "library", "large list"],
+)
+def test_objects_with_a_small_pickle_reach_processes(
+    name, make, read, kind, patch, caplog
+):
+    use = {
+        "frozen_slots": lambda *_: read(conf.frozen_slots),
+        "frozen": lambda *_: read(conf.frozen),
+        "_table": lambda *_: read(conf._table),
+        "curve": lambda *_: read(conf.curve),
+        "LARGE": lambda *_: read(conf.LARGE),
+    }[name]
+    with Holds(0, use, **EVERY_KIND[kind]) as dataset:
+        for scale in (3, 4):
+            patch.setattr(conf, name, make(scale))
+            assert [int(batch) for batch in dataset] == [scale] * 3
+    assert not caplog.text
 
 
 # How to read and how to set what a module makes when it is first needed.
@@ -1823,14 +1867,22 @@ _VALUES = {
     "list of a subclass": (conf.Steps([1]), conf.Steps([2, 3])),
     "set of a subclass": (conf.Names({1}), conf.Names({2})),
     "dict of a subclass": (conf.Attributes(a=1), conf.Attributes(a=2)),
-}
-# Likewise, of those that do not reach processes.
-_OTHER_VALUES = {
-    "number of a subclass": (conf.Number(1), conf.Number(2)),
     "table": (pd.DataFrame({"a": [1]}), pd.DataFrame({"a": [2]})),
     "large list": (list(range(2000)), list(range(1, 2001))),
     "long text": ("a" * 100_000, "b" * 100_000),
     "list of objects": ([conf.Step(1)], [conf.Step(1), conf.Step(2)]),
+    "frozen object": (conf.Frozen(conf.Pair(1, 2)), conf.Frozen([conf.Step])),
+    "masked array": (np.ma.array([1, 2]), np.ma.array([1, 2], mask=[0, 1])),
+    "polynomial": (np.poly1d([1]), np.poly1d([2])),
+}
+# Likewise, of those that do not reach processes.
+_OTHER_VALUES = {
+    "number of a subclass": (conf.Number(1), conf.Number(2)),
+    "large table": (
+        pd.DataFrame({"a": np.arange(200_000)}),
+        pd.DataFrame({"a": np.arange(1, 200_001)}),
+    ),
+    "very long text": ("a" * 2_000_000, "b" * 2_000_000),
     "function": (np.sin, np.cos),
 }
 

@@ -1,0 +1,92 @@
+"""Tells objects of libraries from others of their class by their pickles.
+
+Such as a scaler that the program has fitted, or a graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import pickle
+import types
+from typing import Any
+
+import numpy as np
+
+from keras_fastdata._modules import is_main, is_users_class
+from keras_fastdata.building.generator_wrappers import wrapper_of
+from keras_fastdata.building.variables import NAMESPACES
+from keras_fastdata.engine.plain_values import CONTAINERS, MAPPINGS
+from keras_fastdata.engine.sent_digest import checksum_of
+from keras_fastdata.engine.stable_pickle import Found, StablePickler
+from keras_fastdata.memory.limited_stream import LimitedStream, LimitError
+from keras_fastdata.memory.reducers import Pickler, Reduced
+
+# Packages whose objects are on a device, have a long pickle, or import much.
+_LEFT_OUT = {"jax", "jaxlib", "keras", "keras_fastdata", "tensorflow", "torch"}
+_NOT_OF_LIBRARIES = (
+    *(types.MethodType, types.BuiltinFunctionType, types.CodeType, np.ufunc),
+    *(types.CellType, types.MappingProxyType, types.SimpleNamespace),
+    *(*CONTAINERS, *MAPPINGS, *NAMESPACES),
+)
+
+
+class SmallPickler(Pickler):
+    """Pickles an object, unless that takes long or is of no use to a worker.
+
+    Raises:
+        LimitError: In `dump`, if there are objects of certain libraries, or
+            code of `__main__`, which a worker would make a second time.
+    """
+
+    def reducer_override(self, obj: Any) -> Reduced:
+        kind: Any = type(obj)
+        is_code = isinstance(obj, (type, types.FunctionType))
+        if is_main(obj.__module__) if is_code else is_left_out(kind):
+            raise LimitError
+        reduced: Reduced = super().reducer_override(obj)
+        return reduced
+
+
+class _ContentPickler(SmallPickler, StablePickler):
+    """Pickles equal objects to equal bytes, with the same exceptions."""
+
+
+@functools.lru_cache(maxsize=1024)
+def is_left_out(kind: Any) -> bool:
+    """Returns whether objects of a class are not looked into."""
+    packages = {str(b.__module__).partition(".")[0] for b in kind.__mro__}
+    return not packages.isdisjoint(_LEFT_OUT)
+
+
+def content_of(value: Any) -> str | None:
+    """Returns a digest of the content of an object of a library.
+
+    Of large arrays, only a sample counts. Returns `None` for other objects, and
+    for those that have too much content, or cannot be pickled.
+    """
+    kind = type(value)
+    if kind in _NOT_OF_LIBRARIES or isinstance(
+        value, (type, types.ModuleType, types.FunctionType)
+    ):
+        return None
+    if is_users_class(kind) or wrapper_of(value) is not None:
+        return None
+    return digest_of(value)
+
+
+def digest_of(value: Any) -> str | None:
+    """Returns a digest of all that an object has, if that is not too much."""
+    digest = hashlib.blake2b(digest_size=16)
+    arrays: list[pickle.PickleBuffer] = []
+    stream = LimitedStream(digest.update)
+    pickler = _ContentPickler(stream, protocol=5, buffer_callback=arrays.append)
+    pickler.found = Found()
+    try:
+        pickler.dump(value)
+        for array in arrays:
+            checksum = checksum_of(np.frombuffer(array.raw(), np.uint8))
+            digest.update(repr(checksum).encode())
+    except Exception:
+        return None
+    return digest.hexdigest()
