@@ -18,7 +18,7 @@ from keras_fastdata.building.generator_wrappers import wrapper_of
 from keras_fastdata.building.variables import NAMESPACES
 from keras_fastdata.engine.plain_values import CONTAINERS, MAPPINGS
 from keras_fastdata.engine.sent_digest import checksum_of
-from keras_fastdata.engine.stable_pickle import Found, StablePickler
+from keras_fastdata.engine.stable_pickle import StablePickler
 from keras_fastdata.memory.limited_stream import LimitedStream, LimitError
 from keras_fastdata.memory.reducers import Pickler, Reduced
 
@@ -81,7 +81,6 @@ def digest_of(value: Any) -> str | None:
     arrays: list[pickle.PickleBuffer] = []
     stream = LimitedStream(digest.update)
     pickler = _ContentPickler(stream, protocol=5, buffer_callback=arrays.append)
-    pickler.found = Found()
     try:
         pickler.dump(value)
         for array in arrays:

@@ -246,6 +246,11 @@ class OutsideState:
             return max(self._noticed, Change.BY_BUILDS)
         return self._noticed
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether workers were not told of a value, and a warning said so."""
+        return bool(self._lost)
+
     def values_for_directory(self, dataset: Any) -> OutsideValues:
         """Returns the values on which a cache's directory depends."""
         variables = [seen.variable for seen in self._seen]

@@ -91,6 +91,14 @@ class PoolFactory:
         is_here = not self._in_effect.now.kind.has_copies
         return is_here and self._outside.compare() >= Change.BY_PROGRAM
 
+    @property
+    def lacks_values(self) -> bool:
+        """Whether workers may build other batches than this process would."""
+        has_copies = self._in_effect.now.kind.has_copies
+        return has_copies and (
+            self._outside.has_lost or self._receiver.tells_of_lack
+        )
+
     def note_delivery(self, epoch: Epoch, workers: WorkerPool) -> None:
         """Notes that a batch was delivered, or that the epoch has ended."""
         if (epoch.is_finished or epoch.is_delivered) and not (

@@ -31,6 +31,12 @@ from keras_fastdata.workers.base import LocalResult
 _MOST_STACKS = 4096  # different ones that are kept
 _MOST_SKIPPED = 0.1  # of the batches of an epoch; one is always allowed
 
+_LACKS_VALUES = (
+    "The cache of %s is in memory now, and not in the directory, because "
+    "worker processes lack a value that this process has set. A warning has "
+    "named the value."
+)
+
 _log = logging.getLogger("keras_fastdata")
 
 
@@ -49,6 +55,7 @@ class _Directory(enum.Enum):
 
     VALID --a change, before it is open--> OUTDATED --opened, emptied--> VALID
     VALID --a change, while it is open: emptied--> UNUSED
+    VALID --workers lack values--> UNUSED
     """
 
     VALID = enum.auto()
@@ -141,6 +148,10 @@ class Results:
         is_in_memory = isinstance(self.cache, MemoryCache)
         if self._directory is _Directory.UNUSED and not is_in_memory:
             return  # the batch is from before the change
+        if not is_in_memory and self._factory.lacks_values:
+            _log.warning(_LACKS_VALUES, self._name)
+            self._directory, self.cache = _Directory.UNUSED, None
+            return
         if is_in_memory or not self._factory.has_drifted():
             self.cache.put(index, batch)
 

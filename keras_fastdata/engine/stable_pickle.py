@@ -49,7 +49,9 @@ class StablePickler(reducers.Pickler):
     name.
     """
 
-    found: Found
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.found = Found()
 
     def persistent_id(self, obj: Any) -> Any:
         """Collects an object's code and strings, and replaces some objects."""

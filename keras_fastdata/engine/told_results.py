@@ -21,7 +21,7 @@ from keras_fastdata.engine.told_state import (
     current,
     part_of,
 )
-from keras_fastdata.workers.base import ONCE
+from keras_fastdata.workers.base import LACKS, ONCE
 
 DIFFERS = (
     "`%s` differs between this process and worker processes, which call `%s` "
@@ -99,4 +99,4 @@ def _tell_of(module: str, path: Path) -> None:
     name, function = (each.removeprefix(".") for each in names)
     if _Unchecked.told.is_strict:
         raise StateLostError(DIFFERS % (name, function))
-    _log.warning(DIFFERS, name, function, extra={ONCE: f"differs {name}"})
+    _log.warning(DIFFERS, name, function, extra={ONCE: f"{LACKS}{name}"})

@@ -47,7 +47,7 @@ from keras_fastdata.engine.plain_values import MAPPINGS, SEQUENCES, is_equal
 from keras_fastdata.engine.told_objects import Filled, Made, as_filled
 from keras_fastdata.engine.told_pickles import Pickled
 from keras_fastdata.errors import LoaderError
-from keras_fastdata.workers.base import ONCE
+from keras_fastdata.workers.base import LACKS, ONCE
 
 ValuesByModule = dict[str, dict[Path, Any]]  # by module and path
 KindsByModule = dict[str, dict[Path, tuple[str, str]]]  # see `kind_of`
@@ -211,7 +211,7 @@ def _lose(name: str, path: Path) -> None:
     lost = name_of(name, path)
     if _AfterImport.told.is_strict:
         raise StateLostError(LOST % (lost, name))
-    _log.warning(LOST, lost, name, extra={ONCE: f"lost {lost}"})
+    _log.warning(LOST, lost, name, extra={ONCE: f"{LACKS}{lost}"})
 
 
 def _is_of_kind(module: Any, path: Path, kind: tuple[str, str]) -> bool:

@@ -15,6 +15,8 @@ from keras_fastdata.metrics.timing import Timing
 
 # The attribute of a log record that one worker of all is to give.
 ONCE = "once_per_dataset"
+# How that begins where a worker lacks a value that the training process has.
+LACKS = "lacks "
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 from keras_fastdata import _call_stack
 from keras_fastdata.workers import exceptions, messages
-from keras_fastdata.workers.base import ONCE
+from keras_fastdata.workers.base import LACKS, ONCE
 from keras_fastdata.workers.messages import MessageKind
 
 KINDS = {MessageKind.LOG, MessageKind.WARNING}  # of what is handed on
@@ -147,6 +147,11 @@ class Receiver:
         # By file, and shared by all workers, so that "once" means once among
         # them all.
         self._registries: dict[str, dict[Any, Any]] = {}
+
+    @property
+    def tells_of_lack(self) -> bool:
+        """Whether a worker lacks a value that the training process has."""
+        return any(said.startswith(LACKS) for said in self._said)
 
     def put(self, kind: MessageKind, body: bytes) -> None:
         """Queues a message from a worker, without running the user's code."""

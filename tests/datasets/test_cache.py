@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import json
 import logging
+import operator
 import os
 import pathlib
 import re
@@ -1002,6 +1003,23 @@ def test_a_script_in_which_code_looks_for_a_name_counts_as_a_whole(
 
     first, second, third = map(run, (2, 3, 2))
     assert first == third != second
+
+
+def test_what_workers_build_without_a_value_stays_out_of_a_directory(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(conf, "transform", operator.neg)
+    use = lambda _, index: conf.transform(index)  # noqa: E731
+    cached = {"cache": tmp_path, "cache_version": 1}
+    for _ in range(2):
+        processes = {"workers": 1, "use_multiprocessing": True, **cached}
+        with Holds(0, use, **processes) as dataset:
+            for _ in range(2):  # with a warning
+                assert [int(batch) for batch in dataset] == [0, 1, 2]
+    assert "has set `outside_config.transform`" in caplog.text
+    assert "and not in the directory" in caplog.text
+    with Holds(0, use, workers=0, **cached) as dataset:
+        assert [int(batch) for batch in dataset] == [0, -1, -2]
 
 
 def test_a_folder_that_the_cache_is_in_may_change(cached, built, tmp_path):
