@@ -15,7 +15,11 @@ import numpy as np
 from keras_fastdata._modules import is_users_class
 from keras_fastdata.building.attributes import first_items
 from keras_fastdata.building.variables import NAMESPACES
-from keras_fastdata.engine.library_objects import content_of, digest_of
+from keras_fastdata.engine.library_objects import (
+    content_of,
+    digest_of,
+    weights_of,
+)
 from keras_fastdata.engine.plain_values import (
     CONTAINERS,
     MAPPINGS,
@@ -87,6 +91,8 @@ def _content_of(value: Any) -> Any:
     if package == "pandas" and hasattr(value, "to_numpy"):
         rows = getattr(value, "iloc", value)[:_MOST_ROWS].to_numpy()
         return value.shape, [*map(_item, rows.ravel()[:_MOST_ROWS].tolist())]
+    if weights := weights_of(value):
+        return [*map(checksum_of, weights)]
     if package in ("jax", "jaxlib") and hasattr(value, "__array__"):
         return _content_of(np.asarray(value))
     if is_users_class(kind) and is_frozen(value):

@@ -12,6 +12,7 @@ import types
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from keras_fastdata._modules import is_main, is_users_class
 from keras_fastdata.building.generator_wrappers import wrapper_of
@@ -52,11 +53,16 @@ class _ContentPickler(SmallPickler, StablePickler):
     """Pickles equal objects to equal bytes, with the same exceptions."""
 
 
-@functools.lru_cache(maxsize=1024)
 def is_left_out(kind: Any) -> bool:
     """Returns whether objects of a class are not looked into."""
-    packages = {str(b.__module__).partition(".")[0] for b in kind.__mro__}
-    return not packages.isdisjoint(_LEFT_OUT)
+    return not _packages_of(kind).isdisjoint(_LEFT_OUT)
+
+
+@functools.lru_cache(maxsize=1024)
+def _packages_of(kind: Any) -> frozenset[str]:
+    """Returns the packages of a class and its base classes."""
+    modules = (str(base.__module__) for base in kind.__mro__)
+    return frozenset(module.partition(".")[0] for module in modules)
 
 
 def content_of(value: Any) -> str | None:
@@ -89,3 +95,15 @@ def digest_of(value: Any) -> str | None:
     except Exception:
         return None
     return digest.hexdigest()
+
+
+def weights_of(value: Any) -> list[npt.NDArray[Any]]:
+    """Returns the weights of a model or a layer of Keras or PyTorch."""
+    kind: Any = type(value)
+    packages = _packages_of(kind)
+    if "torch" in packages and hasattr(kind, "state_dict"):
+        tensors = [*value.state_dict().values()]
+        return [t.detach().cpu().float().numpy() for t in tensors]
+    if "keras" in packages and hasattr(kind, "get_weights"):
+        return [*map(np.asarray, value.get_weights())]
+    return []

@@ -55,9 +55,9 @@ KindsByModule = dict[str, dict[Path, tuple[str, str]]]  # see `kind_of`
 
 LOST = (
     "This process has set `%s`, and worker processes do not see it: they "
-    "import `%s` themselves, and are told of simple values alone: numbers, "
-    "texts, dates, enums, containers of these, arrays of up to 1 MiB. Make it "
-    "an attribute of the dataset."
+    "import `%s` themselves, and are told of values alone that can be pickled "
+    "and have up to 1 MiB, but of no functions, and of nothing of Keras, "
+    "TensorFlow, JAX or PyTorch. Make it an attribute of the dataset."
 )
 
 # Owners of variables that have one object under all names.

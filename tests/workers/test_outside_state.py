@@ -64,8 +64,10 @@ from keras_fastdata.engine import (
     sent_digest,
     told_state,
 )
+from keras_fastdata.engine.kinds import kind_of
 from keras_fastdata.engine.outside_state import OutsideState
 from keras_fastdata.engine.stable_pickle import is_installed
+from keras_fastdata.engine.told_pickles import as_pickled
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 KINDS = {
@@ -1959,3 +1961,30 @@ def test_slots_with_default_values_keep_their_own(caplog):
 def test_attributes_of_a_class_may_refuse_to_be_asked(kind):
     with HasAttributes(**EVERY_KIND[kind]) as dataset:
         assert [int(batch) for batch in dataset] == [1, 1]
+
+
+@pytest.mark.parametrize("kind", ["layer", "model"])
+def test_weights_that_differ_in_a_worker_are_another_kind(kind):
+    def make(number):
+        layer = keras.layers.Dense(1)
+        layer.build((None, 2))
+        layer.set_weights([np.full((2, 1), number), np.zeros(1)])
+        if kind == "layer":
+            return layer
+        return keras.Sequential([keras.Input((2,)), layer])
+
+    assert kind_of(make(1)) == kind_of(make(1)) != kind_of(make(2))
+    assert kind_of(keras.layers.Rescaling(2)) is not None
+
+
+def test_weights_of_pytorch_that_differ_are_another_kind():
+    torch = pytest.importorskip("torch")
+
+    def make(number):
+        linear = torch.nn.Linear(2, 1)
+        torch.nn.init.constant_(linear.weight, number)
+        torch.nn.init.zeros_(linear.bias)
+        return linear
+
+    assert kind_of(make(1)) == kind_of(make(1)) != kind_of(make(2))
+    assert as_pickled(make(1)) is None
