@@ -13,6 +13,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import logging
+import mmap
 import sys
 import types
 from typing import Any
@@ -47,6 +48,7 @@ from keras_fastdata.engine.plain_values import MAPPINGS, SEQUENCES, is_equal
 from keras_fastdata.engine.told_objects import Filled, Made, as_filled
 from keras_fastdata.engine.told_pickles import Pickled
 from keras_fastdata.errors import LoaderError
+from keras_fastdata.memory.shared_arrays import owner_of
 from keras_fastdata.workers.base import LACKS, ONCE
 
 ValuesByModule = dict[str, dict[Path, Any]]  # by module and path
@@ -161,7 +163,7 @@ def _give(module: Any, path: Path, given: Any) -> bool:
                 _set_part(owner, last, value)
         elif value.is_missing(before, ABSENT):
             made = value.make()
-            if not _fill(before, made):
+            if isinstance(made, np.ndarray) or not _fill(before, made):
                 _set_part(owner, last, made)
         return True
     return False
@@ -226,7 +228,8 @@ def _is_of_kind(module: Any, path: Path, kind: tuple[str, str]) -> bool:
 def _fill(container: Any, value: Any) -> bool:
     """Gives a container or array the items of another one, if it can.
 
-    Default values, closures and other modules may hold that container.
+    Default values, closures and other modules may hold that container. An
+    array that is a file mapped into memory stays as it is.
     """
     kind = type(value)
     if type(container) is not kind:
@@ -234,7 +237,8 @@ def _fill(container: Any, value: Any) -> bool:
     if isinstance(value, np.ndarray):
         is_alike = container.dtype == value.dtype
         is_alike = is_alike and container.shape == value.shape
-        if is_alike and container.flags.writeable:
+        is_file = isinstance(owner_of(container).base, mmap.mmap)
+        if is_alike and container.flags.writeable and not is_file:
             container[...] = value
             return True
         return False

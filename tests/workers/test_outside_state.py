@@ -349,6 +349,43 @@ def test_a_look_from_another_thread_is_no_change():
     assert not state.notice_changes()
 
 
+@pytest.mark.parametrize("kind", ["inline", "process"])
+def test_a_map_of_another_file_is_there_and_the_first_file_is_as_it_was(
+    kind, patch, tmp_path
+):
+    for number, name in enumerate("ab"):
+        np.save(tmp_path / f"{name}.npy", np.full(3, number))
+    first, second = (
+        np.load(tmp_path / f"{name}.npy", mmap_mode="r+") for name in "ab"
+    )
+    patch.setattr(conf, "ARRAY", first)
+    use = lambda _, index: conf.ARRAY[index]  # noqa: E731
+    with Holds(0, use, **EVERY_KIND[kind]) as dataset:
+        assert [int(batch) for batch in dataset] == [0] * 3
+        patch.setattr(conf, "ARRAY", second)
+        assert [int(batch) for batch in dataset] == [1] * 3
+    assert np.load(tmp_path / "a.npy").tolist() == [0] * 3
+
+
+def test_a_map_in_a_worker_is_not_filled(patch, tmp_path):
+    """The module has mapped one file, and the program another one."""
+    maps = []
+    for number, name in enumerate("ab"):
+        np.save(tmp_path / f"{name}.npy", np.full(3, number))
+        maps.append(np.load(tmp_path / f"{name}.npy", mmap_mode="r+"))
+    patch.setattr(sys, "meta_path", [*sys.meta_path])
+    patch.setattr(told_state._AfterImport, "told", told_state.NOTHING_TOLD)
+    patch.setattr(conf, "value", maps[1])
+    state = OutsideState()
+    dataset = UsesValues()
+    state.look(dataset, is_shared=False)
+    sent = cloudpickle.dumps(state.told)
+    patch.setattr(conf, "value", maps[0])
+    cloudpickle.loads(sent)
+    assert conf.value.tolist() == [1] * 3
+    assert np.load(tmp_path / "a.npy").tolist() == [0] * 3
+
+
 def test_what_processes_are_to_share_is_said_to_be_lost(patch, caplog):
     patch.setattr(conf, "refuses", multiprocessing.Value("i", 3))
     use = lambda *_: bool(conf.refuses)  # noqa: E731
