@@ -50,7 +50,15 @@ class SmallPickler(Pickler):
 
 
 class _ContentPickler(SmallPickler, StablePickler):
-    """Pickles equal objects to equal bytes, with the same exceptions."""
+    """Pickles equal objects to equal bytes, with the same exceptions.
+
+    Random generators count as equal, for each batch has a seed of its own.
+    """
+
+    def reducer_override(self, obj: Any) -> Reduced:
+        if wrapper_of(obj) is not None:
+            return str, (type(obj).__qualname__,)
+        return super().reducer_override(obj)
 
 
 def is_left_out(kind: Any) -> bool:

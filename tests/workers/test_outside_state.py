@@ -15,6 +15,7 @@ import functools
 import importlib
 import multiprocessing
 import operator
+import random
 import re
 import sys
 import threading
@@ -65,6 +66,7 @@ from keras_fastdata.engine import (
     told_state,
 )
 from keras_fastdata.engine.kinds import kind_of
+from keras_fastdata.engine.library_objects import digest_of
 from keras_fastdata.engine.outside_state import OutsideState
 from keras_fastdata.engine.stable_pickle import is_installed
 from keras_fastdata.engine.told_pickles import as_pickled
@@ -2025,3 +2027,12 @@ def test_weights_of_pytorch_that_differ_are_another_kind():
 
     assert kind_of(make(1)) == kind_of(make(1)) != kind_of(make(2))
     assert as_pickled(make(1)) is None
+
+
+def test_random_generators_in_an_object_of_a_library_count_as_equal():
+    def make(size):
+        tool = types.SimpleNamespace(size=size, rng=np.random.default_rng())
+        return functools.partial(max, tool, random.Random())
+
+    assert digest_of(make(1)) == digest_of(make(1)) != digest_of(make(2))
+    assert digest_of(make(1)) is not None
