@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import pprint
 import types
+import zlib
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ _MOST_ITEMS = 100  # of a container that are described
 _MOST_ROWS = 1_000  # of a table, and cells of those
 _MOST_CHARACTERS = 10_000  # of a text
 _SUBCLASSED = (int, float, complex, str, bytes)
+_LEAVES = (*_SUBCLASSED, type(None), np.generic)
 # Packages whose objects have all of their content in their `repr`.
 _WITH_REPR = ("omegaconf", "ml_collections")
 
@@ -69,26 +71,27 @@ def _content_of(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         if not value.dtype.hasobject:
             return value.dtype.str, value.shape, checksum_of(value)
-        items = value.ravel()[:_MOST_ITEMS].tolist()
-        return value.dtype.str, value.shape, [*map(_item, items)]
-    if kind in (set, frozenset):
-        return len(value), sorted(map(_item, first_items(value)))
+        items = first_items(value.flat)
+        return value.dtype.str, value.shape, _described(value, items)
     if is_plain(value) or package in _WITH_REPR:
         return _text_of(value)
     if kind in (*CONTAINERS, *MAPPINGS, types.MappingProxyType):
-        items = first_items(value)[:_MOST_ITEMS]
+        items = first_items(value)
         if not isinstance(value, (*CONTAINERS,)):
-            items += first_items(value.values())[:_MOST_ITEMS]
-        return len(value), [*map(_item, items)]
+            items += first_items(value.values())
+        return len(value), _described(value, items)
     if isinstance(value, _SUBCLASSED):
         base = next(base for base in _SUBCLASSED if isinstance(value, base))
-        return base.__repr__(value)[:_MOST_CHARACTERS]
+        text = base.__repr__(value)
+        return text[:_MOST_CHARACTERS], zlib.crc32(text.encode())
     if package == "torch" and kind.__name__ in ("dtype", "device"):
         return repr(value)
     if package == "torch" and hasattr(value, "numpy"):
         is_here = value.device.type == "cpu"
         return _content_of(value.detach().numpy()) if is_here else None
     if package == "pandas" and hasattr(value, "to_numpy"):
+        if digest := digest_of(value):
+            return digest
         rows = getattr(value, "iloc", value)[:_MOST_ROWS].to_numpy()
         return value.shape, [*map(_item, rows.ravel()[:_MOST_ROWS].tolist())]
     if weights := weights_of(value):
@@ -98,6 +101,21 @@ def _content_of(value: Any) -> Any:
     if is_users_class(kind) and is_frozen(value):
         return digest_of(value)  # nobody can set its attributes
     return repr(value) if package == "pandas" else content_of(value)
+
+
+def _described(container: Any, items: list[Any]) -> Any:
+    """Describes a container by all of its items, or by the kinds of some.
+
+    `items` are its first items. What is within them has variables of its own.
+    """
+    if all(isinstance(item, _LEAVES) for item in items) and (
+        digest := digest_of(container)
+    ):
+        return digest
+    found = map(_item, items[:_MOST_ITEMS])
+    return (
+        sorted(found) if isinstance(container, (set, frozenset)) else [*found]
+    )
 
 
 def is_frozen(value: Any) -> bool:

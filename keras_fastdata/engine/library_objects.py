@@ -19,6 +19,7 @@ from keras_fastdata.building.generator_wrappers import wrapper_of
 from keras_fastdata.building.variables import NAMESPACES
 from keras_fastdata.engine.plain_values import CONTAINERS, MAPPINGS
 from keras_fastdata.engine.sent_digest import checksum_of
+from keras_fastdata.engine.slow_descriptions import once_if_slow
 from keras_fastdata.engine.stable_pickle import StablePickler
 from keras_fastdata.memory.limited_stream import LimitedStream, LimitError
 from keras_fastdata.memory.reducers import Pickler, Reduced
@@ -89,6 +90,7 @@ def content_of(value: Any) -> str | None:
     return digest_of(value)
 
 
+@once_if_slow
 def digest_of(value: Any) -> str | None:
     """Returns a digest of all that an object has, if that is not too much."""
     digest = hashlib.blake2b(digest_size=16)

@@ -16,6 +16,7 @@ from typing import Any
 
 from keras_fastdata.building import rng_monitor
 from keras_fastdata.building.interface import Dataset
+from keras_fastdata.engine import slow_descriptions
 from keras_fastdata.engine.autotune import SettingsInEffect
 from keras_fastdata.engine.cache import Cache, DiskCache, MemoryCache
 from keras_fastdata.engine.epoch import Completed, Epoch
@@ -109,6 +110,7 @@ class Results:
         Nothing tells which state it would be for. Before the first batch, the
         state is that of the whole run.
         """
+        slow_descriptions.forget()
         if isinstance(self.cache, DiskCache):
             self.cache.empty()
             self._directory = _Directory.UNUSED

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from keras_fastdata.engine.kinds import kind_of
 from keras_fastdata.engine.library_objects import SmallPickler, is_left_out
+from keras_fastdata.engine.slow_descriptions import once_if_slow
 from keras_fastdata.memory.limited_stream import LimitedStream
 
 _CODE = (
@@ -39,6 +40,7 @@ class Pickled:
         return pickle.loads(self.pickle.tobytes())
 
 
+@once_if_slow
 def as_pickled(value: Any) -> Pickled | None:
     """Describes a value, if it is no code and its pickle is small."""
     kind: Any = type(value)

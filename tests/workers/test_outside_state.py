@@ -1913,6 +1913,20 @@ _VALUES = {
     "long text": ("a" * 100_000, "b" * 100_000),
     "list of objects": ([conf.Step(1)], [conf.Step(1), conf.Step(2)]),
     "frozen object": (conf.Frozen(conf.Pair(1, 2)), conf.Frozen([conf.Step])),
+    "index of a table": (
+        pd.DataFrame({"a": [1, 2]}),
+        pd.DataFrame({"a": [1, 2]}, index=[1, 0]),
+    ),
+    "row of a table": (
+        pd.DataFrame({"a": [0] * 5000}),
+        pd.DataFrame({"a": [*[0] * 4999, 1]}),
+    ),
+    "last item of a large list": ([*range(2000)], [*range(1999), 0]),
+    "array of texts": (
+        np.array(["a"] * 500, object),
+        np.array([*["a"] * 499, "b"], object),
+    ),
+    "end of a text": ("a" * 100_000, "a" * 99_999 + "b"),
     "masked array": (np.ma.array([1, 2]), np.ma.array([1, 2], mask=[0, 1])),
     "polynomial": (np.poly1d([1]), np.poly1d([2])),
 }
@@ -2036,3 +2050,9 @@ def test_random_generators_in_an_object_of_a_library_count_as_equal():
 
     assert digest_of(make(1)) == digest_of(make(1)) != digest_of(make(2))
     assert digest_of(make(1)) is not None
+
+
+def test_large_sets_are_told_apart_by_all_of_their_items():
+    names = [*map(str, range(2000))]
+    assert kind_of({*names}) == kind_of({*reversed(names)})
+    assert kind_of({*names}) != kind_of({*names[1:], "a"})
