@@ -41,7 +41,7 @@ import sys
 from keras_fastdata import FastPyDataset
 
 # Not a number: workers would be told what it is in the training process.
-IMPORTED_BY = itertools.repeat(os.getpid()).__next__
+IMPORTED_BY = (pid for pid in itertools.repeat(os.getpid())).__next__
 PACKAGES = {packages}
 
 class Told(FastPyDataset):
