@@ -52,6 +52,7 @@ from keras_fastdata.building.variables import (
     Inside,
     ItemKey,
     Kept,
+    PartKey,
     Path,
     Variable,
     is_key,
@@ -191,8 +192,7 @@ class _VariableSearch:
             attributes = attributes_of(value)
             for name in first_items(attributes):
                 part = attributes.get(name)
-                # What a library keeps in containers is its own.
-                is_named = bool(path) and type(part) not in CONTAINERS
+                is_named = bool(path) and not _is_librarys_own(part)
                 self.value(part, module, (*path, str(name)) * is_named)
 
     def _items(self, value: Any, module: str, path: Path) -> None:
@@ -210,11 +210,12 @@ class _VariableSearch:
             for key, item in items
         )
         any_key = bool(path) and is_by_value(module, path)
+        step = PartKey if len(value) > MOST_ITEMS else ItemKey
         for key, item in items:
             has_path = any_key or is_key(key)
             if path and not are_leaves and has_path:
                 read = functools.partial(operator.getitem, value, key)
-                self._note(read, value, "", module, (*path, ItemKey(key)))
+                self._note(read, value, "", module, (*path, step(key)))
             else:
                 self.value(item)
 
@@ -391,6 +392,16 @@ class _VariableSearch:
         self, variable: Variable, owner: Any = None, name: str = ""
     ) -> None:
         self._found.append(_FoundVariable(variable, owner, name))
+
+
+def _is_librarys_own(part: Any) -> bool:
+    """Returns whether a library keeps none of the user's objects in a part."""
+    if type(part) not in CONTAINERS:
+        return False
+    items = first_items(part.values() if isinstance(part, dict) else part)
+    for item in list(items):
+        items += item if type(item) is tuple else ()
+    return not any(map(is_users_object, items))
 
 
 def _names_code(key: Any) -> bool:

@@ -35,6 +35,13 @@ class ItemKey(NamedTuple):
     key: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class PartKey:
+    """The key or the index of an item in a container that is sent whole."""
+
+    key: Any
+
+
 class CellName(NamedTuple):
     """The name of an outer variable of a function."""
 
@@ -57,7 +64,7 @@ class Kept(NamedTuple):
     is_count: bool = False  # whether it is how often the function has run
 
 
-Step = str | ItemKey | CellName | Inside | Kept
+Step = str | ItemKey | PartKey | CellName | Inside | Kept
 Path = tuple[Step, ...]  # such as ("Config", "SCALE")
 
 
@@ -98,6 +105,11 @@ class Variable:
         return any(isinstance(step, Kept) for step in self.path)
 
     @property
+    def is_told(self) -> bool:
+        """Whether workers are told of it by itself, if at all."""
+        return not any(isinstance(step, PartKey) for step in self.path)
+
+    @property
     def can_be_compared(self) -> bool:
         """Whether a worker can find the same call of each cached function."""
         calls = [step.call for step in self.path if isinstance(step, Kept)]
@@ -113,7 +125,7 @@ def name_of(module: str, path: Path) -> str:
     """Returns a path in a module as Python code."""
     name = module
     for step in path:
-        if isinstance(step, ItemKey):
+        if isinstance(step, (ItemKey, PartKey)):
             name += f"[{step.key!r}]"
         elif isinstance(step, Kept):
             name += "()" if step.call == () else "(...)"

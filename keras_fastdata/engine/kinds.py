@@ -15,7 +15,7 @@ import numpy as np
 
 from keras_fastdata._modules import is_users_class
 from keras_fastdata.building.attributes import first_items
-from keras_fastdata.building.variables import NAMESPACES
+from keras_fastdata.building.variables import MOST_ITEMS, NAMESPACES, is_key
 from keras_fastdata.engine.library_objects import (
     content_of,
     digest_of,
@@ -28,7 +28,8 @@ from keras_fastdata.engine.plain_values import (
 )
 from keras_fastdata.engine.sent_digest import checksum_of
 
-_MOST_ITEMS = 100  # of a container that are described
+_MOST_ITEMS = 100  # of a container whose kinds are described
+_MOST_SAMPLED = 1_000  # items of a container with too much in it
 _MOST_ROWS = 1_000  # of a table, and cells of those
 _MOST_CHARACTERS = 10_000  # of a text
 _SUBCLASSED = (int, float, complex, str, bytes)
@@ -104,17 +105,35 @@ def _content_of(value: Any) -> Any:
 
 
 def _described(container: Any, items: list[Any]) -> Any:
-    """Describes a container by all of its items, or by the kinds of some.
+    """Describes a container by all that is in it, or by the kinds of its items.
 
-    `items` are its first items. What is within them has variables of its own.
+    `items` are its first items. The kinds are enough if the items are variables
+    by themselves. Of a container with too much in it, a sample counts.
     """
-    if all(isinstance(item, _LEAVES) for item in items) and (
-        digest := digest_of(container)
-    ):
-        return digest
+    if not _has_variables(container, items):
+        if digest := digest_of(container):
+            return digest
+        if isinstance(container, dict):
+            container = [*container.items()]
+        if not isinstance(container, (set, frozenset)):
+            some = [*container][:: max(1, len(container) // _MOST_SAMPLED)]
+            if digest := digest_of(some):
+                return digest
     found = map(_item, items[:_MOST_ITEMS])
     return (
         sorted(found) if isinstance(container, (set, frozenset)) else [*found]
+    )
+
+
+def _has_variables(container: Any, items: list[Any]) -> bool:
+    """Returns whether the items of a container are variables by themselves."""
+    return (
+        type(container) in (list, tuple, collections.deque, *MAPPINGS)
+        and len(container) <= MOST_ITEMS
+        and not (
+            isinstance(container, dict) and not all(map(is_key, container))
+        )
+        and not all(isinstance(item, _LEAVES) for item in items)
     )
 
 

@@ -184,6 +184,8 @@ class OutsideState:
             return
         if variable.by_value or _is_of_process(variable):
             return
+        if not variable.is_told:
+            return
         if variable.module == ENVIRONMENT:  # workers start with it
             return
         if _is_inside(variable):
@@ -322,7 +324,7 @@ class OutsideState:
         if variable.by_value:
             return Change.BY_PROGRAM
         value = variable.value
-        if value is ABSENT:
+        if value is ABSENT or not variable.is_told:
             return Change.IN_MODULES  # workers import the module again
         can_be_told = can_be_sent(value) or None is not (
             as_made(value) or as_filled(value) or as_pickled(value)

@@ -30,6 +30,7 @@ from keras_fastdata.building.variables import (
     Inside,
     ItemKey,
     Kept,
+    PartKey,
     Path,
     Step,
     name_of,
@@ -274,7 +275,7 @@ def current() -> Told:
 
 def part_of(owner: Any, step: Step) -> Any:
     """Returns an item, or an attribute that the object itself has."""
-    if isinstance(step, ItemKey):
+    if isinstance(step, (ItemKey, PartKey)):
         return owner[step.key]
     if isinstance(step, CellName):
         return cells_of(owner)[step.name].cell_contents

@@ -53,6 +53,7 @@ from outside_samples import (
 from PIL import Image, ImageFile
 from places import EVERY_KIND
 from samples import Holds
+from sklearn import pipeline
 
 from keras_fastdata import FastPyDataset
 from keras_fastdata._modules import is_users
@@ -2056,3 +2057,60 @@ def test_large_sets_are_told_apart_by_all_of_their_items():
     names = [*map(str, range(2000))]
     assert kind_of({*names}) == kind_of({*reversed(names)})
     assert kind_of({*names}) != kind_of({*names[1:], "a"})
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: [(n, [n]) for n in range(1500)], lambda held: held.reverse()),
+        (
+            lambda: [{"id": n} for n in range(1500)],
+            lambda held: held[1400].update(id=7),
+        ),
+        (
+            lambda: {np.int64(n): np.full(2, n) for n in range(9)},
+            lambda held: held.update({np.int64(4): np.full(2, 99)}),
+        ),
+        (
+            lambda: {datetime.date(2020, 1, n + 1): [n] for n in range(9)},
+            lambda held: held.update({datetime.date(2020, 1, 5): [99]}),
+        ),
+    ],
+    ids=["shuffled", "relabeled", "keys of numpy", "dates"],
+)
+def test_a_container_is_the_programs_as_a_whole(
+    make, change, is_first, kind, patch
+):
+    """Of more than 1,000 items, or whose items have no path."""
+    held = make()
+    patch.setattr(conf, "LARGE", held)
+
+    def use(*_):
+        values = conf.LARGE
+        values = values.values() if isinstance(values, dict) else values
+        return np.frombuffer(repr([*values]).encode(), np.uint8)
+
+    with Holds(0, use, **EVERY_KIND[kind]) as dataset:
+        if not is_first:
+            list(dataset)
+        change(held)
+        dataset.mark_changed()  # items from 1,000 on are not compared
+        assert all(np.array_equal(batch, use()) for batch in dataset)
+
+
+@pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.parametrize("is_named", [False, True])
+def test_an_object_in_an_object_of_a_library_may_be_edited(kind, is_named):
+    step = conf.Step(1)
+    held = pipeline.Pipeline([("mine", step)] if is_named else [step])
+
+    def use(held, _):
+        (found,) = held.steps
+        return (found[1] if is_named else found).size
+
+    with Holds(held, use, **EVERY_KIND[kind]) as dataset:
+        for size in (1, 2, 3):
+            step.size = size
+            assert [int(batch) for batch in dataset] == [size] * 3
