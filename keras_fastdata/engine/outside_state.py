@@ -65,6 +65,8 @@ from keras_fastdata.engine.told_state import (
     Told,
 )
 
+_MOST_STEPS = 2  # to an object that a worker makes if it has none
+
 _log = logging.getLogger("keras_fastdata")
 
 
@@ -212,8 +214,10 @@ class OutsideState:
         """Describes a value that workers cannot set part by part."""
         if variable.is_edited:
             return None  # they have their own
-        is_users = is_users_class(type(value))
-        if is_users and not (variable.is_assigned or is_frozen(value)):
+        is_set_by_attributes = is_users_class(type(value)) and not (
+            variable.is_assigned or is_frozen(value)
+        )
+        if is_set_by_attributes and len(variable.path) > _MOST_STEPS:
             return None
         return as_pickled(value)
 

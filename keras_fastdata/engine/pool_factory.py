@@ -26,7 +26,7 @@ from keras_fastdata.engine.planner import EpochPlanner
 from keras_fastdata.engine.position import KerasPhase, Position
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.told_results import check_results
-from keras_fastdata.engine.told_state import Told, separate
+from keras_fastdata.engine.told_state import Told, finish
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.metrics.worker_kinds import WorkerKind
 from keras_fastdata.workers import log_forwarding
@@ -269,7 +269,7 @@ def _maker_in_worker(
     _: Told, dataset: Dataset, seed: int, cached: bool
 ) -> Callable[[], build.Builder]:
     """Returns what a pickled `_BuilderMaker` becomes in a worker."""
-    separate()
+    finish()
     return functools.partial(
         build.builder_in_worker, dataset, seed, cached, check_results
     )

@@ -105,7 +105,7 @@ def _take_on(
     """Sets values in modules, immediately or when a module is imported."""
     told = Told(settings, values, kinds, results, is_strict, sources)
     before = _AfterImport.told
-    _AfterImport.told = told
+    _AfterImport.told, _AfterImport.are_all_there = told, False
     for name in {**settings, **values, **kinds}:
         _tell(name, before)
     if _AfterImport not in sys.meta_path:
@@ -132,11 +132,11 @@ def _tell(name: str, known: Told | None = None) -> None:
         if _give(module, path, given):
             _AfterImport.given.append((name, path))
         else:
-            _lose(name, path)
+            _miss(name, path)
     for path, kind in told.kinds.get(name, {}).items():
         if path in known.kinds.get(name, {}) or _is_of_kind(module, path, kind):
             continue
-        _lose(name, path)
+        _miss(name, path)
     had = known.settings.get(name, {})
     settings = {
         key: value
@@ -170,13 +170,33 @@ def _give(module: Any, path: Path, given: Any) -> bool:
     return False
 
 
-def separate() -> None:
+def finish() -> None:
+    """Gives variables the rest of the values, once all modules are there.
+
+    A value may need a module that was imported later, or half.
+    """
+    _AfterImport.are_all_there = True
+    late, _AfterImport.late = _AfterImport.late, []
+    told = _AfterImport.told
+    for name, path in late:
+        module = sys.modules[name]
+        values = told.values.get(name, {})
+        if not (
+            _give(module, path, values[path])
+            if path in values
+            else _is_of_kind(module, path, told.kinds[name][path])
+        ):
+            _lose(name, path)
+    _separate()
+
+
+def _separate() -> None:
     """Gives variables objects of their own if the trainer's are not one object.
 
     After the import of a module, two names may stand for one object, which the
-    program has then replaced under one of the names. To be called once all
-    modules are there: each variable has been given its value, and the last one
-    of those that share an object has changed the others.
+    program has then replaced under one of the names. Each variable has been
+    given its value, and the last one of those that share an object has changed
+    the others.
     """
     given, _AfterImport.given = _AfterImport.given, []
     values = _AfterImport.told.values
@@ -203,6 +223,18 @@ def _has(value: Any, given: Any) -> bool:
     if isinstance(given, Filled):
         return is_equal(as_filled(value), given)
     return isinstance(given, (Made, Pickled)) or is_equal(value, given)
+
+
+def _miss(name: str, path: Path) -> None:
+    """Notes a variable that lacks its value, maybe until all modules are there.
+
+    Raises:
+        StateLostError: See `_lose`.
+    """
+    if _AfterImport.are_all_there:
+        _lose(name, path)
+    else:
+        _AfterImport.late.append((name, path))
 
 
 def _lose(name: str, path: Path) -> None:
@@ -297,8 +329,11 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     """Sets values in a module right after its import."""
 
     told = NOTHING_TOLD
-    # The variables that were given a value since the latest `separate`.
+    # The variables that were given a value since the latest `finish`.
     given: list[tuple[str, Path]] = []
+    # Those whose value may need another module, which is half imported.
+    late: list[tuple[str, Path]] = []
+    are_all_there = False  # the modules that the dataset needs
 
     @classmethod
     def find_spec(

@@ -1907,6 +1907,7 @@ _VALUES = {
     "named tuple": (conf.Pair(1, 2), conf.Pair(datetime.date(2021, 1, 1), 3)),
     "list of dates": ([datetime.date(2020, 1, 1)], [datetime.date(2021, 1, 1)]),
     "list of a subclass": (conf.Steps([1]), conf.Steps([2, 3])),
+    "number of a subclass": (conf.Number(1), conf.Number(2)),
     "set of a subclass": (conf.Names({1}), conf.Names({2})),
     "dict of a subclass": (conf.Attributes(a=1), conf.Attributes(a=2)),
     "table": (pd.DataFrame({"a": [1]}), pd.DataFrame({"a": [2]})),
@@ -1933,7 +1934,6 @@ _VALUES = {
 }
 # Likewise, of those that do not reach processes.
 _OTHER_VALUES = {
-    "number of a subclass": (conf.Number(1), conf.Number(2)),
     "large table": (
         pd.DataFrame({"a": np.arange(200_000)}),
         pd.DataFrame({"a": np.arange(1, 200_001)}),
@@ -1969,6 +1969,7 @@ def test_a_value_that_the_program_sets_before_the_first_epoch_is_not_lost(
         caplog.clear()
         patch.setattr(told_state._AfterImport, "told", told_state.NOTHING_TOLD)
         cloudpickle.loads(sent)  # as in a new worker
+        told_state.finish()
         is_lost = is_other and what in _OTHER_VALUES
         assert (repr(conf.value) == repr(value)) is not is_lost
         assert (repr(conf.held.value) == repr(value)) is not is_lost
@@ -1998,7 +1999,7 @@ def test_names_of_one_object_may_get_objects_of_their_own(make, patch):
     patch.setattr(conf, "value", one)
     patch.setattr(conf.held, "value", one)
     cloudpickle.loads(sent)  # as in a new worker
-    told_state.separate()
+    told_state.finish()
     assert repr(conf.value) == repr(make(2))
     assert repr(conf.held.value) == repr(make(3))
 
@@ -2114,3 +2115,47 @@ def test_an_object_in_an_object_of_a_library_may_be_edited(kind, is_named):
         for size in (1, 2, 3):
             step.size = size
             assert [int(batch) for batch in dataset] == [size] * 3
+
+
+CIRCLE_VALUES = "import circle_users\nSTEP = None\nSTEPS = {}\n"
+CIRCLE_USERS = """
+import circle_values
+import dataclasses
+import numpy as np
+from keras_fastdata import FastPyDataset
+
+class FirstStep:
+    def __init__(self, size):
+        self.size = size
+
+@dataclasses.dataclass(frozen=True)
+class NextStep:
+    size: int
+    step: FirstStep
+
+class Uses(FastPyDataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        held = circle_values.STEP, circle_values.STEPS["a"].step
+        return np.array([step.size for step in held])
+"""
+
+
+def test_a_value_may_need_a_module_that_imports_its_own(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "circle_values.py").write_text(CIRCLE_VALUES)
+    (tmp_path / "circle_users.py").write_text(CIRCLE_USERS)
+    values = importlib.import_module("circle_values")
+    users = importlib.import_module("circle_users")
+    with users.Uses(**PROCESSES) as dataset:
+        for size in (3, 5):
+            values.STEP = users.FirstStep(size)
+            values.STEPS["a"] = users.NextStep(1, users.FirstStep(size + 1))
+            assert [b.tolist() for b in dataset] == [[size, size + 1]] * 3
+    assert not caplog.text
+    for name in ("circle_values", "circle_users"):
+        sys.modules.pop(name)
