@@ -123,6 +123,17 @@ def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from nested_code(constant)
 
 
+def instructions(code: types.CodeType) -> list[dis.Instruction]:
+    """Returns the instructions of a code object.
+
+    None of what only looks like one: that of wrapt has parts of two functions.
+    """
+    try:
+        return [*dis.get_instructions(code)]
+    except IndexError:
+        return []
+
+
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> frozenset[str]:
     """Returns the names of globals and attributes that a code object uses.
@@ -143,7 +154,7 @@ def has_with(code: types.CodeType) -> bool:
     return any(
         step.opname == "WITH_EXCEPT_START"
         for part in nested_code(code)
-        for step in dis.get_instructions(part)
+        for step in instructions(part)
     )
 
 
@@ -157,7 +168,7 @@ def imports_in(
     """
     for part in nested_code(code):
         loaded: list[Any] = []
-        for step in dis.get_instructions(part):
+        for step in instructions(part):
             if step.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
                 loaded.append(step.argval)
             elif step.opname == "IMPORT_NAME":

@@ -15,7 +15,7 @@ import sys
 import types
 from typing import Any, NamedTuple
 
-from keras_fastdata._modules import imports_in, nested_code
+from keras_fastdata._modules import imports_in, instructions, nested_code
 
 # Methods that edit a container.
 _EDITING = {
@@ -117,7 +117,7 @@ class _Scan:
         first = code.co_varnames[0] if code.co_argcount else ""
         if first in _SELVES and _is_method(code):
             self._locals[first] = self._shared[first] = Target(Root.SELF)
-        for step in dis.get_instructions(code):
+        for step in instructions(code):
             name, operation = step.argval, step.opname
             if operation == "COPY":
                 self._stack.append(self._at(step.arg or 1))

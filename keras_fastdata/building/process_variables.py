@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import os
@@ -11,7 +10,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from keras_fastdata._modules import names_in, nested_code
+from keras_fastdata._modules import instructions, names_in, nested_code
 from keras_fastdata.building.attributes import attributes_of
 from keras_fastdata.building.variables import ItemKey, Variable
 
@@ -67,7 +66,7 @@ def _attribute(dataset: Any, name: str) -> Any:
 
 def _assigned_in(code: types.CodeType) -> Iterator[str]:
     """Yields the names in `os.environ["NAME"] = value`, and in `del`."""
-    steps = list(dis.get_instructions(code))
+    steps = instructions(code)
     for owner, key, step in zip(steps, steps[1:], steps[2:], strict=False):
         if (
             step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR")

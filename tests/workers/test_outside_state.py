@@ -2159,3 +2159,23 @@ def test_a_value_may_need_a_module_that_imports_its_own(
     assert not caplog.text
     for name in ("circle_values", "circle_users"):
         sys.modules.pop(name)
+
+
+def test_a_decorator_of_wrapt_may_be_what_code_refers_to():
+    wrapt = pytest.importorskip("wrapt")
+
+    @wrapt.decorator
+    def twice(wrapped, instance, args, kwargs):
+        return 2 * wrapped(*args, **kwargs)
+
+    class Tool:
+        @twice
+        def use(self, number):
+            return number
+
+    def use(_, index):
+        return Tool().use(index) if twice else 0
+
+    with Holds(0, use, workers=0) as dataset:
+        assert [int(batch) for batch in dataset] == [0, 2, 4]
+    assert list(names_of(twice.__code__, None).imported) == []
