@@ -225,11 +225,16 @@ class Fetcher:
         assert schedule is not None
         while len(peeked) < count and schedule.holds(ahead.position):
             index = ahead.position
-            if fetch.phase in _IN_CALLER:
-                batch = self._built_here(workers, ahead, index, fetch)
-            else:
-                self._ask_ahead(workers, ahead, count)
-                batch = self._fetch(workers, ahead, index, fetch)
+            try:
+                if fetch.phase in _IN_CALLER:
+                    batch = self._built_here(workers, ahead, index, fetch)
+                else:
+                    self._ask_ahead(workers, ahead, count)
+                    batch = self._fetch(workers, ahead, index, fetch)
+            except Exception:
+                if ahead.is_finished:
+                    self._position.note_failure(epoch)
+                raise
             if batch is Outcome.PENDING:
                 return batch
             if batch is Outcome.CACHE_MISS:

@@ -124,9 +124,14 @@ class Position:
     def note_finish(self, epoch: Epoch) -> None:
         """Notes that an epoch is finished."""
         if self._begun is not None and self._begun.epoch is epoch:
-            self._begun = self._beginning = None
             if epoch.finished_by is Finish.FAILED:
-                self._latest = epoch  # also if its first batch has failed
+                self.note_failure(epoch)
+            self._begun = self._beginning = None
+
+    def note_failure(self, epoch: Epoch) -> None:
+        """Notes that a batch has raised an error, maybe the first batch."""
+        if self._begun is not None and self._begun.epoch is epoch:
+            self._latest, self._beginning = epoch, None
 
     def note_keras(self, *, within: bool) -> None:
         """Notes that Keras begins or ends an epoch."""
