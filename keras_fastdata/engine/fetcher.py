@@ -225,16 +225,12 @@ class Fetcher:
         assert schedule is not None
         while len(peeked) < count and schedule.holds(ahead.position):
             index = ahead.position
-            try:
+            with self._position.noting_failure(epoch, ahead):
                 if fetch.phase in _IN_CALLER:
                     batch = self._built_here(workers, ahead, index, fetch)
                 else:
                     self._ask_ahead(workers, ahead, count)
                     batch = self._fetch(workers, ahead, index, fetch)
-            except Exception:
-                if ahead.is_finished:
-                    self._position.note_failure(epoch)
-                raise
             if batch is Outcome.PENDING:
                 return batch
             if batch is Outcome.CACHE_MISS:
@@ -344,8 +340,7 @@ class Fetcher:
     ) -> bool:
         """Pauses the workers as soon as batch `index` is ready.
 
-        The batches that they are building are awaited too, for `_QUIESCE_S` at
-        most.
+        The batches that they build are awaited too, for up to `_QUIESCE_S`.
 
         Returns:
             `False` if the batch, or the pause of the workers, is awaited.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from keras_fastdata.engine.epoch import Epoch, Finish
@@ -125,10 +127,20 @@ class Position:
         """Notes that an epoch is finished."""
         if self._begun is not None and self._begun.epoch is epoch:
             if epoch.finished_by is Finish.FAILED:
-                self.note_failure(epoch)
+                self._note_failure(epoch)
             self._begun = self._beginning = None
 
-    def note_failure(self, epoch: Epoch) -> None:
+    @contextlib.contextmanager
+    def noting_failure(self, epoch: Epoch, ahead: Epoch) -> Iterator[None]:
+        """Notes if a batch that `ahead` fetches early for `epoch` raises."""
+        try:
+            yield
+        except Exception:
+            if ahead.finished_by is Finish.FAILED:
+                self._note_failure(epoch)
+            raise
+
+    def _note_failure(self, epoch: Epoch) -> None:
         """Notes that a batch has raised an error, maybe the first batch."""
         if self._begun is not None and self._begun.epoch is epoch:
             self._latest, self._beginning = epoch, None
