@@ -130,9 +130,7 @@ def _has_variables(container: Any, items: list[Any]) -> bool:
     return (
         type(container) in (list, tuple, collections.deque, *MAPPINGS)
         and len(container) <= MOST_ITEMS
-        and not (
-            isinstance(container, dict) and not all(map(is_key, container))
-        )
+        and (not isinstance(container, dict) or all(map(is_key, container)))
         and not all(isinstance(item, _LEAVES) for item in items)
     )
 

@@ -26,9 +26,12 @@ from keras_fastdata.memory.reducers import Pickler, Reduced
 
 # Packages whose objects are on a device, have a long pickle, or import much.
 _LEFT_OUT = {"jax", "jaxlib", "keras", "keras_fastdata", "tensorflow", "torch"}
+CODE_TYPES = (
+    *(type, types.ModuleType, types.FunctionType, types.MethodType),
+    *(types.BuiltinFunctionType, types.CodeType, np.ufunc),
+)
 _NOT_OF_LIBRARIES = (
-    *(types.MethodType, types.BuiltinFunctionType, types.CodeType, np.ufunc),
-    *(types.CellType, types.MappingProxyType, types.SimpleNamespace),
+    *(types.CellType, types.MappingProxyType),
     *(*CONTAINERS, *MAPPINGS, *NAMESPACES),
 )
 
@@ -81,9 +84,7 @@ def content_of(value: Any) -> str | None:
     for those that have too much content, or cannot be pickled.
     """
     kind = type(value)
-    if kind in _NOT_OF_LIBRARIES or isinstance(
-        value, (type, types.ModuleType, types.FunctionType)
-    ):
+    if kind in _NOT_OF_LIBRARIES or isinstance(value, CODE_TYPES):
         return None
     if is_users_class(kind) or wrapper_of(value) is not None:
         return None

@@ -5,21 +5,19 @@ from __future__ import annotations
 import dataclasses
 import io
 import pickle
-import types
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata.engine.kinds import kind_of
-from keras_fastdata.engine.library_objects import SmallPickler, is_left_out
+from keras_fastdata.engine.library_objects import (
+    CODE_TYPES,
+    SmallPickler,
+    is_left_out,
+)
 from keras_fastdata.engine.slow_descriptions import once_if_slow
 from keras_fastdata.memory.limited_stream import LimitedStream
-
-_CODE = (
-    *(type, types.ModuleType, types.FunctionType, types.MethodType),
-    *(types.BuiltinFunctionType, types.CodeType, np.ufunc),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Pickled:
 def as_pickled(value: Any) -> Pickled | None:
     """Describes a value, if it is no code and its pickle is small."""
     kind: Any = type(value)
-    if isinstance(value, _CODE) or is_left_out(kind):
+    if isinstance(value, CODE_TYPES) or is_left_out(kind):
         return None
     stream = io.BytesIO()
     try:
