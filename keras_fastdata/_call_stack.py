@@ -168,6 +168,18 @@ def is_being_made(instance: Any) -> bool:
     return False
 
 
+def modules_that_run() -> list[str]:
+    """Returns the modules whose statements the calling thread runs now.
+
+    Those are the script, and the modules that are imported at this moment.
+    """
+    return [
+        str(frame.f_globals.get("__name__"))
+        for frame, _ in traceback.walk_stack(sys._getframe(1))
+        if frame.f_code.co_name == "<module>"
+    ]
+
+
 def module_at(filename: str, lineno: int) -> str | None:
     """Returns the name of the module whose code is running at a given line.
 

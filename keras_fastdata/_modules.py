@@ -20,6 +20,8 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import cloudpickle
+
 _STDLIB = sysconfig.get_path("stdlib")
 _INSTALLED = ("site-packages", "dist-packages")
 # Packages that each worker has before it loads the dataset.
@@ -27,6 +29,7 @@ _ALWAYS_THERE = {
     *sys.stdlib_module_names,
     *("cloudpickle", "keras_fastdata", "numpy"),
 }
+_SCRIPTS = {"__main__", "__mp_main__"}
 MADE_BY_CODE = 1 << 9  # the flag of a class that a class statement made
 # The names that code uses to find a variable by a text.
 _BY_TEXT = {"__dict__", "attrgetter", "getattr", "globals", "vars"}
@@ -35,11 +38,27 @@ _STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
 
 def is_main(name: Any) -> bool:
-    """Returns whether a module is the program's script.
+    """Returns whether a module is the program's script, or works as one.
 
     `multiprocessing` gives the script another name in a process that it spawns.
     """
-    return isinstance(name, str) and name in ("__main__", "__mp_main__")
+    return isinstance(name, str) and name in _SCRIPTS
+
+
+def note_scripts(names: Iterable[str]) -> None:
+    """Has the user's modules among `names` count as scripts from now on.
+
+    A worker must not import a module that trains while it is imported.
+    """
+    for name in names:
+        if name not in _SCRIPTS and name in sys.modules and is_users(name):
+            cloudpickle.register_pickle_by_value(sys.modules[name])
+            _SCRIPTS.add(name)
+
+
+def scripts() -> frozenset[str]:
+    """Returns the names of the modules that count as scripts."""
+    return frozenset(_SCRIPTS)
 
 
 def is_users(name: Any, *, if_unknown: bool = False) -> bool:

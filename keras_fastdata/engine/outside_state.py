@@ -37,7 +37,13 @@ from typing import Any
 
 import numpy as np
 
-from keras_fastdata._modules import is_main, is_users_class
+from keras_fastdata._call_stack import modules_that_run
+from keras_fastdata._modules import (
+    is_main,
+    is_users_class,
+    note_scripts,
+    scripts,
+)
 from keras_fastdata.building import build_context
 from keras_fastdata.building.attributes import first_items
 from keras_fastdata.building.process_variables import ENVIRONMENT
@@ -141,6 +147,8 @@ class OutsideState:
         self._dataset = weakref.ref(dataset)
         if is_here:
             _in_this_process.add(self)
+        else:
+            note_scripts(modules_that_run())
         self._warn_of_emptied_cache()
         self._record_all(dataset)
         self._digest = None if is_here else digest_of(dataset)
@@ -168,7 +176,9 @@ class OutsideState:
         self._noticed, self._was_glimpsed = Change.NONE, False
         # Also if workers need none now: the next ones may be processes.
         sources = module_sources.packed()
-        told = Told(self._settings(), {}, {}, {}, self._is_strict, sources)
+        told = Told(
+            self._settings(), {}, {}, {}, self._is_strict, sources, scripts()
+        )
         self._seen = []
         for variable in _variables_of(dataset):
             with _looking():

@@ -63,6 +63,12 @@ LOST = (
     "TensorFlow, JAX or PyTorch. Make it an attribute of the dataset."
 )
 
+_TRAINS = (
+    "A worker process was to import `%s`, which has used a dataset while the "
+    "training process imported it: the worker would train, too. Put the "
+    "training into a function that you call after the import."
+)
+
 # Owners of variables that have one object under all names.
 _NEVER_COPIED = (type, types.ModuleType, types.FunctionType)
 
@@ -85,6 +91,7 @@ class Told:
     # Whether a worker that has another kind there raises `StateLostError`.
     is_strict: bool
     sources: PackedSources = NO_SOURCES
+    scripts: frozenset[str] = frozenset()  # what no worker may import
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = (getattr(self, each.name) for each in dataclasses.fields(self))
@@ -101,9 +108,10 @@ def _take_on(
     results: KindsByModule,
     is_strict: bool,
     sources: PackedSources,
+    scripts: frozenset[str],
 ) -> Told:
     """Sets values in modules, immediately or when a module is imported."""
-    told = Told(settings, values, kinds, results, is_strict, sources)
+    told = Told(settings, values, kinds, results, is_strict, sources, scripts)
     before = _AfterImport.told
     _AfterImport.told, _AfterImport.are_all_there = told, False
     for name in {**settings, **values, **kinds}:
@@ -340,6 +348,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         cls, name: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
         told = cls.told
+        if name in told.scripts:
+            raise LoaderError(_TRAINS % name)
         sources = told.sources.sources
         of_all = told.settings, told.values, told.kinds, sources
         if not any(name in of_some for of_some in of_all):

@@ -23,6 +23,7 @@ import pytest
 from places import quickly
 from trainers import Trainer
 
+from keras_fastdata import LoaderError
 from keras_fastdata import _modules as modules
 from keras_fastdata.workers.process import forkserver_client, imports
 
@@ -250,6 +251,60 @@ def make(**kwargs):
     )
     with sys.modules["makes"].make(**PROCESSES) as dataset:
         assert [batch["found"] for batch in dataset] == [[]] * 4
+
+
+TRAINS = """
+import dataclasses
+import keras
+import numpy as np
+from keras_fastdata import FastPyDataset
+
+SCALE = 2
+
+@dataclasses.dataclass
+class Item:
+    number: int
+
+def scaled(item):
+    return item.number * SCALE
+
+class Numbers(FastPyDataset):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.items = [Item(number) for number in range(4)]
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        {first}
+        x = np.full((2, 1), scaled(self.items[index]), "float32")
+        return x, np.full((2, 1), os.getpid(), "float32")
+
+numbers = Numbers(workers=2, use_multiprocessing=True)
+with numbers:
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(numbers, epochs=2, verbose=0)
+    model.predict(numbers, verbose=0)
+"""
+
+
+@pytest.mark.backend
+def test_a_module_may_train_while_it_is_imported(site):
+    site.module("trains_once", NOTE + TRAINS.format(first=""))
+    module = sys.modules["trains_once"]
+    module.SCALE = 3
+    with module.numbers as dataset:
+        batches = [(int(x[0, 0]), int(y[0, 0])) for x, y in dataset]
+    assert [x for x, _ in batches] == [0, 3, 6, 9]
+    assert os.getpid() not in {pid for _, pid in batches}
+
+
+@pytest.mark.backend
+def test_a_worker_that_would_train_during_an_import_is_an_error(site):
+    (site.mine / "uses_trains.py").write_text("import trains_again\n")
+    text = NOTE + TRAINS.format(first="import uses_trains")
+    with pytest.raises(LoaderError, match="`trains_again`, which has used"):
+        site.module("trains_again", text)
 
 
 @kept
