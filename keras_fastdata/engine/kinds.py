@@ -99,7 +99,8 @@ def _content_of(value: Any) -> Any:
         return [*map(checksum_of, weights)]
     if package in ("jax", "jaxlib") and hasattr(value, "__array__"):
         return _content_of(np.asarray(value))
-    if is_users_class(kind) and is_frozen(value):
+    has_items = isinstance(value, (list, set, dict))
+    if is_users_class(kind) and (has_items or is_frozen(value)):
         return digest_of(value)  # nobody can set its attributes
     return repr(value) if package == "pandas" else content_of(value)
 

@@ -8,7 +8,7 @@ worker process imports modules anew, and is told of three things:
                                the globals that they refer to
     the user's other modules   variables, and attributes of classes and objects
                                there, that the dataset's code refers to by name,
-                               if they can be sent (see `can_be_sent`)
+                               if they can be told (see told_forms.py)
 
 Workers import the user's modules as the trainer has (see module_sources.py).
 All of it is compared when an epoch begins, and sent again if it differs. In a
@@ -51,18 +51,16 @@ from keras_fastdata.building.referred_names import variables_of
 from keras_fastdata.building.variables import ABSENT, Inside, Variable
 from keras_fastdata.engine import framework_settings, module_sources
 from keras_fastdata.engine.framework_settings import SettingsByModule
-from keras_fastdata.engine.kinds import bare_kind_of, is_frozen, kind_of
+from keras_fastdata.engine.kinds import bare_kind_of, kind_of
 from keras_fastdata.engine.outside_values import FirstValues, OutsideValues
 from keras_fastdata.engine.plain_values import (
     CONTAINERS,
     MAPPINGS,
-    can_be_sent,
     is_plain,
 )
 from keras_fastdata.engine.seen_variable import SeenVariable
 from keras_fastdata.engine.sent_digest import digest_of
-from keras_fastdata.engine.told_objects import as_filled, as_made
-from keras_fastdata.engine.told_pickles import Pickled, as_pickled
+from keras_fastdata.engine.told_forms import can_be_told, told_form
 from keras_fastdata.engine.told_state import (
     LOST,
     NOTHING_TOLD,
@@ -70,8 +68,6 @@ from keras_fastdata.engine.told_state import (
     StateLostError,
     Told,
 )
-
-_MOST_STEPS = 2  # to an object that a worker makes if it has none
 
 _log = logging.getLogger("keras_fastdata")
 
@@ -203,33 +199,14 @@ class OutsideState:
         if _is_inside(variable):
             kind = kind_of(value)
             kinds.setdefault(variable.module, {})[variable.path] = kind
-        elif (variable.is_assigned or is_frozen(value)) and (
-            made := as_made(value)
-        ) is not None:
-            values.setdefault(variable.module, {})[variable.path] = made
-        elif can_be_sent(value):
-            values.setdefault(variable.module, {})[variable.path] = value
-        elif (filled := as_filled(value)) is not None:
-            values.setdefault(variable.module, {})[variable.path] = filled
-        elif (pickled := self._as_pickled(variable, value)) is not None:
-            values.setdefault(variable.module, {})[variable.path] = pickled
+        elif (form := told_form(variable, value)) is not ABSENT:
+            values.setdefault(variable.module, {})[variable.path] = form
         elif _is_of_main(value) or _is_shared_by_processes(value):
             self._lose(variable)
         elif not isinstance(value, types.ModuleType):
             # What builds edit may differ between processes.
             kind = (bare_kind_of if variable.is_edited else kind_of)(value)
             kinds.setdefault(variable.module, {})[variable.path] = kind
-
-    def _as_pickled(self, variable: Variable, value: Any) -> Pickled | None:
-        """Describes a value that workers cannot set part by part."""
-        if variable.is_edited:
-            return None  # they have their own
-        is_set_by_attributes = is_users_class(type(value)) and not (
-            variable.is_assigned or is_frozen(value)
-        )
-        if is_set_by_attributes and len(variable.path) > _MOST_STEPS:
-            return None
-        return as_pickled(value)
 
     def _record_result(
         self, variable: Variable, results: KindsByModule
@@ -340,10 +317,8 @@ class OutsideState:
         value = variable.value
         if value is ABSENT or not variable.is_told:
             return Change.IN_MODULES  # workers import the module again
-        can_be_told = can_be_sent(value) or None is not (
-            as_made(value) or as_filled(value) or as_pickled(value)
-        )
-        if not (can_be_told or seen.differs_in_items) or _is_inside(variable):
+        is_told = seen.differs_in_items or can_be_told(value)
+        if not is_told or _is_inside(variable):
             self._lose(variable)
         # Builds of another dataset in this process may have edited it.
         is_edited = variable.is_edited

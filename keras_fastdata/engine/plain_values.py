@@ -50,7 +50,6 @@ MAPPINGS = (
     collections.defaultdict,
     collections.Counter,
 )
-SEQUENCES = (list, collections.deque)
 # What reads the items of an instance of a subclass.
 _SUBCLASSED: dict[Any, Callable[[Any], Any]] = {
     list: list.__iter__,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+from keras_fastdata._modules import is_users_class
+from keras_fastdata.building.attributes import attributes_of
 from keras_fastdata.building.variables import SELF, Variable
 from keras_fastdata.engine.plain_values import (
     CONTAINERS,
@@ -15,7 +17,6 @@ from keras_fastdata.engine.plain_values import (
     is_plain,
     weakly,
 )
-from keras_fastdata.engine.told_objects import as_made
 
 _OWN = 2  # steps of the path to an attribute of the dataset
 
@@ -63,8 +64,11 @@ class SeenVariable:
 
     def _content_of(self, value: Any) -> Any:
         try:
-            made = as_made(value) if self.variable.is_assigned else None
-            return content_of(value) if made is None else repr(made.attributes)
+            if self.variable.is_assigned and is_users_class(type(value)):
+                attributes = attributes_of(value)
+                if is_plain(attributes):
+                    return repr(attributes)
+            return content_of(value)
         except Exception:  # the user's object may refuse to be looked into
             return None
 

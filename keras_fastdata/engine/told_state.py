@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from keras_fastdata.building.assignments import cells_of
-from keras_fastdata.building.attributes import slot_values
+from keras_fastdata.building.attributes import attributes_of, slot_values
 from keras_fastdata.building.cached_functions import calls_of
 from keras_fastdata.building.variables import (
     ABSENT,
@@ -45,9 +45,8 @@ from keras_fastdata.engine.module_sources import (
     in_folder,
     use_former,
 )
-from keras_fastdata.engine.plain_values import MAPPINGS, SEQUENCES, is_equal
-from keras_fastdata.engine.told_objects import Filled, Made, as_filled
-from keras_fastdata.engine.told_pickles import Pickled
+from keras_fastdata.engine.plain_values import is_equal
+from keras_fastdata.engine.told_forms import Pickled
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory.shared_arrays import owner_of
 from keras_fastdata.workers.base import LACKS, ONCE
@@ -68,6 +67,9 @@ _TRAINS = (
     "training process imported it: the worker would train, too. Put the "
     "training into a function that you call after the import."
 )
+
+# What `_fill` knows to fill; a subclass comes before its base class.
+_FILLED = (list, collections.deque, set, collections.OrderedDict, dict)
 
 # Owners of variables that have one object under all names.
 _NEVER_COPIED = (type, types.ModuleType, types.FunctionType)
@@ -165,15 +167,10 @@ def _give(module: Any, path: Path, given: Any) -> bool:
     except Exception:
         return True  # it may be made later
     with contextlib.suppress(Exception):
-        if isinstance(value, Filled):
-            return value.fill(before)
-        if not isinstance(value, (Made, Pickled)):
-            if not is_equal(before, value) and not _fill(before, value):
+        if not _has(before, value):
+            value = _made(value)
+            if not _fill(before, value):
                 _set_part(owner, last, value)
-        elif value.is_missing(before, ABSENT):
-            made = value.make()
-            if isinstance(made, np.ndarray) or not _fill(before, made):
-                _set_part(owner, last, made)
         return True
     return False
 
@@ -219,18 +216,18 @@ def _separate() -> None:
                 holder = functools.reduce(part_of, path[:-2], module)
                 owner = copy.copy(owner)
                 _set_part(holder, path[-2], owner)
-            if isinstance(value, Filled):
-                _set_part(owner, path[-1], copy.copy(part_of(owner, path[-1])))
-                value.fill(part_of(owner, path[-1]))
-            else:
-                _set_part(owner, path[-1], copy.deepcopy(value))
+            _set_part(owner, path[-1], _made(copy.deepcopy(value)))
 
 
 def _has(value: Any, given: Any) -> bool:
     """Returns whether a variable has the value that it was given."""
-    if isinstance(given, Filled):
-        return is_equal(as_filled(value), given)
-    return isinstance(given, (Made, Pickled)) or is_equal(value, given)
+    if isinstance(given, Pickled):
+        return not given.is_missing(value)
+    return is_equal(value, given)
+
+
+def _made(given: Any) -> Any:
+    return given.make() if isinstance(given, Pickled) else given
 
 
 def _miss(name: str, path: Path) -> None:
@@ -272,10 +269,10 @@ def _fill(container: Any, value: Any) -> bool:
     Default values, closures and other modules may hold that container. An
     array that is a file mapped into memory stays as it is.
     """
-    kind = type(value)
+    kind: Any = type(value)
     if type(container) is not kind:
         return False
-    if isinstance(value, np.ndarray):
+    if kind is np.ndarray:
         is_alike = container.dtype == value.dtype
         is_alike = is_alike and container.shape == value.shape
         is_file = isinstance(owner_of(container).base, mmap.mmap)
@@ -285,14 +282,25 @@ def _fill(container: Any, value: Any) -> bool:
         return False
     if kind in NAMESPACES:
         container, value = vars(container), vars(value)
-    elif kind is collections.defaultdict:
+    if isinstance(value, collections.defaultdict):
         container.default_factory = value.default_factory
-    elif kind not in (list, set, collections.deque, *MAPPINGS):
-        return False
-    container.clear()
-    fill = container.extend if kind in SEQUENCES else container.update
-    fill(value)
-    return True
+    for base in _FILLED:
+        if isinstance(value, base):
+            _fill_as(base, container, value)
+            dict.update(attributes_of(container), attributes_of(value))
+            return True
+    return False
+
+
+def _fill_as(base: Any, container: Any, value: Any) -> None:
+    """Fills an instance of a subclass without the subclass's own methods."""
+    base.clear(container)
+    if issubclass(base, dict):
+        for key, item in base.items(value):
+            base.__setitem__(container, key, item)
+    else:
+        fill = base.update if base is set else base.extend
+        fill(container, base.__iter__(value))
 
 
 def _set_part(owner: Any, step: Step, value: Any) -> None:

@@ -1,0 +1,94 @@
+"""Chooses the form in which a worker is told of a variable's value.
+
+A value is sent as it is, if it is plain or a small array, or else by a pickle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from keras_fastdata._modules import is_users_class
+from keras_fastdata.building.variables import ABSENT, Variable
+from keras_fastdata.engine.kinds import is_frozen, kind_of
+from keras_fastdata.engine.library_objects import (
+    CODE_TYPES,
+    SmallPickler,
+    is_left_out,
+)
+from keras_fastdata.engine.plain_values import can_be_sent
+from keras_fastdata.engine.slow_descriptions import once_if_slow
+from keras_fastdata.memory.limited_stream import LimitedStream
+
+_MOST_STEPS = 2  # to an object that a worker makes if it has none
+
+
+@dataclasses.dataclass(frozen=True)
+class Pickled:
+    """Describes a value by its kind and its pickle."""
+
+    kind: tuple[str, str]  # see `kind_of`
+    pickle: npt.NDArray[np.uint8] = dataclasses.field(compare=False, repr=False)
+    # Whether the user's code makes the value when it is first needed. Then a
+    # worker that has one keeps its own.
+    is_made_by_code: bool = False
+
+    def is_missing(self, before: Any) -> bool:
+        """Returns whether a variable that has the value `before` lacks it."""
+        if self.is_made_by_code:
+            return before is None or before is ABSENT
+        return kind_of(before) != self.kind
+
+    def make(self) -> Any:
+        return pickle.loads(self.pickle.tobytes())
+
+
+def told_form(variable: Variable, value: Any) -> Any:
+    """Returns a value, a `Pickled`, or `ABSENT` if the value cannot be told.
+
+    It is `ABSENT`, too, if builds edit the value, for each process has its own;
+    and for an object whose attributes are told, if it is far inside others.
+    """
+    if can_be_sent(value):
+        return value
+    is_container = isinstance(value, (list, set, dict))
+    if variable.is_edited and not is_container:
+        return ABSENT
+    has_attributes = (
+        is_users_class(type(value))
+        and not is_container
+        and not is_frozen(value)
+    )
+    is_made_by_code = has_attributes and variable.is_assigned
+    is_far_inside = len(variable.path) > _MOST_STEPS
+    if has_attributes and not is_made_by_code and is_far_inside:
+        return ABSENT
+    pickled = _pickled(value)
+    if pickled is None:
+        return ABSENT
+    return dataclasses.replace(pickled, is_made_by_code=is_made_by_code)
+
+
+def can_be_told(value: Any) -> bool:
+    """Returns whether workers can be told of a value."""
+    return can_be_sent(value) or _pickled(value) is not None
+
+
+@once_if_slow
+def _pickled(value: Any) -> Pickled | None:
+    """Pickles a value, if it is no code and its pickle is small."""
+    kind: Any = type(value)
+    if isinstance(value, CODE_TYPES) or is_left_out(kind):
+        return None
+    stream = io.BytesIO()
+    try:
+        SmallPickler(LimitedStream(stream.write), protocol=5).dump(value)
+    except Exception:
+        return None
+    pickled = np.frombuffer(stream.getvalue(), np.uint8)
+    return Pickled(kind_of(value), pickled)
