@@ -8,7 +8,7 @@ worker process imports modules anew, and is told of three things:
                                the globals that they refer to
     the user's other modules   variables, and attributes of classes and objects
                                there, that the dataset's code refers to by name,
-                               if they can be told (see told_forms.py)
+                               if they can be told (see telling.py)
 
 Workers import the user's modules as the trainer has (see module_sources.py).
 All of it is compared when an epoch begins, and sent again if it differs. In a
@@ -30,7 +30,6 @@ import contextlib
 import enum
 import logging
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,36 +37,24 @@ from typing import Any
 import numpy as np
 
 from keras_fastdata._call_stack import modules_that_run
-from keras_fastdata._modules import (
-    is_main,
-    is_users_class,
-    note_scripts,
-    scripts,
-)
+from keras_fastdata._modules import note_scripts, scripts
 from keras_fastdata.building import build_context
 from keras_fastdata.building.attributes import first_items
-from keras_fastdata.building.process_variables import ENVIRONMENT
 from keras_fastdata.building.referred_names import variables_of
-from keras_fastdata.building.variables import ABSENT, Inside, Variable
+from keras_fastdata.building.variables import ABSENT, Variable
 from keras_fastdata.engine import framework_settings, module_sources
 from keras_fastdata.engine.framework_settings import SettingsByModule
-from keras_fastdata.engine.kinds import bare_kind_of, kind_of
 from keras_fastdata.engine.outside_values import FirstValues, OutsideValues
-from keras_fastdata.engine.plain_values import (
-    CONTAINERS,
-    MAPPINGS,
-    is_plain,
-)
 from keras_fastdata.engine.seen_variable import SeenVariable
 from keras_fastdata.engine.sent_digest import digest_of
-from keras_fastdata.engine.told_forms import can_be_told, told_form
-from keras_fastdata.engine.told_state import (
-    LOST,
-    NOTHING_TOLD,
-    KindsByModule,
-    StateLostError,
-    Told,
+from keras_fastdata.engine.telling import (
+    LostVariables,
+    is_inside,
+    is_of_process,
+    tell,
 )
+from keras_fastdata.engine.told_forms import can_be_told
+from keras_fastdata.engine.told_state import NOTHING_TOLD, StateLostError, Told
 
 _log = logging.getLogger("keras_fastdata")
 
@@ -89,8 +76,7 @@ class OutsideState:
     def __init__(self) -> None:
         self.told = NOTHING_TOLD  # the state that is sent to workers
         self.is_cached = False  # see `look`
-        self._is_shared = self._is_here = self._is_strict = False
-        self._has_folder = False
+        self._is_here = self._is_strict = self._has_folder = False
         self._is_watched = False
         # What was noticed since `look`, also as another dataset's epoch began:
         # callbacks may set a variable for the time of a validation.
@@ -100,7 +86,7 @@ class OutsideState:
         self._seen: list[SeenVariable] = []
         self._first = FirstValues()
         self._error_state: dict[str, Any] = dict(np.geterr())
-        self._lost: set[str] = set()
+        self._lost = LostVariables()
         # Of what is sent; `None` where the builds see all changes themselves.
         self._digest: bytes | None = None
         self._dataset: Callable[[], Any] = lambda: None
@@ -136,10 +122,10 @@ class OutsideState:
             StateLostError: There is such state. A worker may raise it, too, and
                 so may all methods that compare.
         """
-        self._is_watched, self._is_shared = True, is_shared
-        self._is_here, self.is_cached = is_here, is_cached
-        self._has_folder = has_folder
+        self._is_watched, self.is_cached = True, is_cached
+        self._is_here, self._has_folder = is_here, has_folder
         self._is_strict = is_strict
+        self._lost.expect(is_shared=is_shared, is_strict=is_strict)
         self._dataset = weakref.ref(dataset)
         if is_here:
             _in_this_process.add(self)
@@ -178,46 +164,9 @@ class OutsideState:
         self._seen = []
         for variable in _variables_of(dataset):
             with _looking():
-                self._record(variable, told)
+                self._seen.append(SeenVariable(variable, variable.value))
+                tell(variable, told, self._lost)
         self.told = told
-
-    def _record(self, variable: Variable, told: Told) -> None:
-        """Records the value of a variable, and what workers are told of it."""
-        value = variable.value
-        self._seen.append(SeenVariable(variable, value))
-        values, kinds = told.values, told.kinds
-        if variable.is_kept:
-            if not (variable.is_assigned or variable.is_edited):
-                self._record_result(variable, told.results)
-            return
-        if variable.by_value or _is_of_process(variable):
-            return
-        if not variable.is_told:
-            return
-        if variable.module == ENVIRONMENT:  # workers start with it
-            return
-        if _is_inside(variable):
-            kind = kind_of(value)
-            kinds.setdefault(variable.module, {})[variable.path] = kind
-        elif (form := told_form(variable, value)) is not ABSENT:
-            values.setdefault(variable.module, {})[variable.path] = form
-        elif _is_of_main(value) or _is_shared_by_processes(value):
-            self._lose(variable)
-        elif not isinstance(value, types.ModuleType):
-            # What builds edit may differ between processes.
-            kind = (bare_kind_of if variable.is_edited else kind_of)(value)
-            kinds.setdefault(variable.module, {})[variable.path] = kind
-
-    def _record_result(
-        self, variable: Variable, results: KindsByModule
-    ) -> None:
-        """Records what workers compare with their result of a function."""
-        can_be_compared = variable.can_be_compared
-        if self._is_strict and (variable.by_value or not can_be_compared):
-            self._lose(variable)  # they may have made another result
-        elif can_be_compared:
-            kind = kind_of(variable.value)
-            results.setdefault(variable.module, {})[variable.path] = kind
 
     def notice_changes(self) -> Change:
         """Returns how the global state has changed since `look`.
@@ -309,8 +258,8 @@ class OutsideState:
         if variable.is_kept:
             if variable.is_assigned:  # there is a new result
                 return Change.BY_BUILDS
-            self._lose(variable)
-        if _is_of_process(variable):
+            self._lost.add(variable)
+        if is_of_process(variable):
             return Change.NONE
         if variable.by_value:
             return Change.BY_PROGRAM
@@ -318,21 +267,11 @@ class OutsideState:
         if value is ABSENT or not variable.is_told:
             return Change.IN_MODULES  # workers import the module again
         is_told = seen.differs_in_items or can_be_told(value)
-        if not is_told or _is_inside(variable):
-            self._lose(variable)
+        if not is_told or is_inside(variable):
+            self._lost.add(variable)
         # Builds of another dataset in this process may have edited it.
         is_edited = variable.is_edited
         return Change.BY_PROGRAM if is_edited else Change.IN_MODULES
-
-    def _lose(self, variable: Variable) -> None:
-        """Logs once that workers do not receive the value of a variable."""
-        name = variable.name
-        if self._is_shared or name in self._lost:
-            return
-        if self._is_strict:
-            raise StateLostError(LOST % (name, variable.module))
-        self._lost.add(name)
-        _log.warning(LOST, name, variable.module)
 
     def _settings(self) -> SettingsByModule:
         # NumPy has one for each thread, and `fit` may ask for batches in a
@@ -379,38 +318,3 @@ def _looking() -> Iterator[None]:
 
 # Those of datasets whose builds see every change at once.
 _in_this_process: weakref.WeakSet[OutsideState] = weakref.WeakSet()
-
-
-def _is_inside(variable: Variable) -> bool:
-    """Returns whether no path leads to a variable in a worker."""
-    return any(isinstance(step, Inside) for step in variable.path)
-
-
-def _is_of_process(variable: Variable) -> bool:
-    """Returns whether each process sets a variable for itself.
-
-    Those are flags and counters that code assigns. But what code makes when it
-    is first needed, such as a dict of settings, the program may then fill.
-    """
-    if not variable.is_assigned:
-        return False
-    value = variable.value
-    if is_users_class(type(value)):
-        return False
-    is_filled = type(value) in (*CONTAINERS, *MAPPINGS) and bool(value)
-    return not (is_filled and is_plain(value))
-
-
-def _is_shared_by_processes(value: Any) -> bool:
-    """Returns whether a value is such as `multiprocessing.Value`.
-
-    A worker that imports the module makes another one.
-    """
-    return str(type(value).__module__).startswith("multiprocessing.")
-
-
-def _is_of_main(value: Any) -> bool:
-    """Returns whether `__main__` defines a value or the value's class."""
-    is_named = isinstance(value, (type, types.FunctionType))
-    kind = value if is_named else type(value)
-    return is_main(kind.__module__)

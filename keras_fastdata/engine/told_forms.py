@@ -25,6 +25,7 @@ from keras_fastdata.engine.plain_values import can_be_sent
 from keras_fastdata.engine.slow_descriptions import once_if_slow
 from keras_fastdata.memory.limited_stream import LimitedStream
 
+NOT_TOLD = object()
 _MOST_STEPS = 2  # to an object that a worker makes if it has none
 
 
@@ -49,16 +50,17 @@ class Pickled:
 
 
 def told_form(variable: Variable, value: Any) -> Any:
-    """Returns a value, a `Pickled`, or `ABSENT` if the value cannot be told.
+    """Returns the value, a `Pickled`, or `NOT_TOLD`.
 
-    It is `ABSENT`, too, if builds edit the value, for each process has its own;
-    and for an object whose attributes are told, if it is far inside others.
+    A value is not told if it cannot be sent; if builds edit it, for each
+    process has its own; or if it is an object far inside others, whose
+    attributes are told.
     """
     if can_be_sent(value):
         return value
     is_container = isinstance(value, (list, set, dict))
     if variable.is_edited and not is_container:
-        return ABSENT
+        return NOT_TOLD
     has_attributes = (
         is_users_class(type(value))
         and not is_container
@@ -67,10 +69,10 @@ def told_form(variable: Variable, value: Any) -> Any:
     is_made_by_code = has_attributes and variable.is_assigned
     is_far_inside = len(variable.path) > _MOST_STEPS
     if has_attributes and not is_made_by_code and is_far_inside:
-        return ABSENT
+        return NOT_TOLD
     pickled = _pickled(value)
     if pickled is None:
-        return ABSENT
+        return NOT_TOLD
     return dataclasses.replace(pickled, is_made_by_code=is_made_by_code)
 
 

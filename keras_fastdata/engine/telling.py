@@ -1,0 +1,119 @@
+"""Decides what workers are told of a variable outside of the dataset."""
+
+from __future__ import annotations
+
+import logging
+import types
+from typing import Any
+
+from keras_fastdata._modules import is_main, is_users_class
+from keras_fastdata.building.process_variables import ENVIRONMENT
+from keras_fastdata.building.variables import Inside, Variable
+from keras_fastdata.engine.kinds import bare_kind_of, kind_of
+from keras_fastdata.engine.plain_values import CONTAINERS, MAPPINGS, is_plain
+from keras_fastdata.engine.told_forms import NOT_TOLD, told_form
+from keras_fastdata.engine.told_state import LOST, StateLostError, Told
+
+_log = logging.getLogger("keras_fastdata")
+
+
+class LostVariables:
+    """Names each variable that workers cannot be told of, once."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._is_shared = self._is_strict = False
+
+    def expect(self, *, is_shared: bool, is_strict: bool) -> None:
+        """Sets whether builds see all, and whether a loss is an error."""
+        self._is_shared, self._is_strict = is_shared, is_strict
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def add(self, variable: Variable) -> None:
+        """Logs once that workers do not receive the value of a variable.
+
+        Raises:
+            StateLostError: This is an error.
+        """
+        name = variable.name
+        if self._is_shared or name in self._names:
+            return
+        if self._is_strict:
+            raise StateLostError(LOST % (name, variable.module))
+        self._names.add(name)
+        _log.warning(LOST, name, variable.module)
+
+
+def tell(variable: Variable, told: Told, lost: LostVariables) -> None:
+    """Adds a variable to what workers are told, or to the lost variables."""
+    place, value = (variable.module, variable.path), variable.value
+    if variable.is_kept:
+        if not (variable.is_assigned or variable.is_edited):
+            _tell_result(variable, told, lost)
+        return
+    if variable.by_value or is_of_process(variable) or not variable.is_told:
+        return
+    if variable.module == ENVIRONMENT:  # workers start with it
+        return
+    if is_inside(variable):
+        _put(told.kinds, place, kind_of(value))
+    elif (form := told_form(variable, value)) is not NOT_TOLD:
+        _put(told.values, place, form)
+    elif _is_of_main(value) or _is_shared_by_processes(value):
+        lost.add(variable)
+    elif not isinstance(value, types.ModuleType):
+        # What builds edit may differ between processes.
+        kind = (bare_kind_of if variable.is_edited else kind_of)(value)
+        _put(told.kinds, place, kind)
+
+
+def _tell_result(variable: Variable, told: Told, lost: LostVariables) -> None:
+    """Adds what workers compare with their own result of a function."""
+    can_be_compared = variable.can_be_compared
+    if told.is_strict and (variable.by_value or not can_be_compared):
+        lost.add(variable)  # they may have made another result
+    elif can_be_compared:
+        place = variable.module, variable.path
+        _put(told.results, place, kind_of(variable.value))
+
+
+def _put(by_module: dict[str, Any], place: tuple[str, Any], what: Any) -> None:
+    module, path = place
+    by_module.setdefault(module, {})[path] = what
+
+
+def is_inside(variable: Variable) -> bool:
+    """Returns whether no path leads to a variable in a worker."""
+    return any(isinstance(step, Inside) for step in variable.path)
+
+
+def is_of_process(variable: Variable) -> bool:
+    """Returns whether each process sets a variable for itself.
+
+    Those are flags and counters that code assigns. But what code makes when it
+    is first needed, such as a dict of settings, the program may then fill.
+    """
+    if not variable.is_assigned:
+        return False
+    value = variable.value
+    if is_users_class(type(value)):
+        return False
+    is_filled = type(value) in (*CONTAINERS, *MAPPINGS) and bool(value)
+    return not (is_filled and is_plain(value))
+
+
+def _is_shared_by_processes(value: Any) -> bool:
+    """Returns whether a value is such as `multiprocessing.Value`.
+
+    A worker that imports the module makes another one.
+    """
+    return str(type(value).__module__).startswith("multiprocessing.")
+
+
+def _is_of_main(value: Any) -> bool:
+    """Returns whether `__main__` defines a value or the value's class."""
+    is_named = isinstance(value, (type, types.FunctionType))
+    kind = value if is_named else type(value)
+    return is_main(kind.__module__)
