@@ -42,7 +42,11 @@ from keras_fastdata.building import build_context
 from keras_fastdata.building.attributes import first_items
 from keras_fastdata.building.referred_names import variables_of
 from keras_fastdata.building.variables import ABSENT, Variable
-from keras_fastdata.engine import framework_settings, module_sources
+from keras_fastdata.engine import (
+    framework_settings,
+    module_sources,
+    slow_descriptions,
+)
 from keras_fastdata.engine.framework_settings import SettingsByModule
 from keras_fastdata.engine.outside_values import FirstValues, OutsideValues
 from keras_fastdata.engine.seen_variable import SeenVariable
@@ -51,6 +55,7 @@ from keras_fastdata.engine.telling import (
     LostVariables,
     is_inside,
     is_of_process,
+    is_part_of_told,
     tell,
 )
 from keras_fastdata.engine.told_forms import can_be_told
@@ -236,7 +241,10 @@ class OutsideState:
         found = Change.NONE
         if not self._is_watched:
             return found
-        for seen in [seen for seen in self._seen if seen.has_changed()]:
+        changed = [seen for seen in self._seen if seen.has_changed()]
+        if changed:
+            slow_descriptions.forget()
+        for seen in changed:
             found = max(found, self._change_of(seen))
         if found < Change.BY_PROGRAM and (
             self.told.settings != self._settings()
@@ -266,7 +274,11 @@ class OutsideState:
         value = variable.value
         if value is ABSENT or not variable.is_told:
             return Change.IN_MODULES  # workers import the module again
-        is_told = seen.differs_in_items or can_be_told(value)
+        is_told = (
+            seen.differs_in_items
+            or can_be_told(value)
+            or is_part_of_told(variable, self.told)
+        )
         if not is_told or is_inside(variable):
             self._lost.add(variable)
         # Builds of another dataset in this process may have edited it.

@@ -13,6 +13,7 @@ import decimal
 import enum
 import fractions
 import ipaddress
+import itertools
 import operator
 import pathlib
 import re
@@ -50,11 +51,12 @@ MAPPINGS = (
     collections.defaultdict,
     collections.Counter,
 )
-# What reads the items of an instance of a subclass.
+# What reads the items of an instance of a subclass, without its own methods.
 _SUBCLASSED: dict[Any, Callable[[Any], Any]] = {
     list: list.__iter__,
     set: set.__iter__,
-    dict: dict.values,
+    collections.OrderedDict: collections.OrderedDict.items,
+    dict: dict.items,
 }
 
 
@@ -138,7 +140,10 @@ def content_of(value: Any) -> Any:
         return Items(len(value), items)
     for base, items_of in _SUBCLASSED.items():
         if isinstance(value, base) and is_users_class(kind):
-            return Items(base.__len__(value), first_items(items_of(value)))
+            items = first_items(items_of(value))
+            if issubclass(base, dict):
+                items = [*itertools.chain.from_iterable(items)]
+            return Items(base.__len__(value), items)
     if isinstance(value, np.ndarray) and value.dtype.kind == "T":
         return value.shape, first_items(value.flat)  # new texts each time
     if isinstance(value, np.ndarray) and value.dtype.hasobject:

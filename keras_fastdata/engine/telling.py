@@ -11,7 +11,7 @@ from keras_fastdata.building.process_variables import ENVIRONMENT
 from keras_fastdata.building.variables import Inside, Variable
 from keras_fastdata.engine.kinds import bare_kind_of, kind_of
 from keras_fastdata.engine.plain_values import CONTAINERS, MAPPINGS, is_plain
-from keras_fastdata.engine.told_forms import NOT_TOLD, told_form
+from keras_fastdata.engine.told_forms import NOT_TOLD, Pickled, told_form
 from keras_fastdata.engine.told_state import LOST, StateLostError, Told
 
 _log = logging.getLogger("keras_fastdata")
@@ -61,6 +61,8 @@ def tell(variable: Variable, told: Told, lost: LostVariables) -> None:
         _put(told.kinds, place, kind_of(value))
     elif (form := told_form(variable, value)) is not NOT_TOLD:
         _put(told.values, place, form)
+    elif is_part_of_told(variable, told):
+        pass
     elif _is_of_main(value) or _is_shared_by_processes(value):
         lost.add(variable)
     elif not isinstance(value, types.ModuleType):
@@ -82,6 +84,14 @@ def _tell_result(variable: Variable, told: Told, lost: LostVariables) -> None:
 def _put(by_module: dict[str, Any], place: tuple[str, Any], what: Any) -> None:
     module, path = place
     by_module.setdefault(module, {})[path] = what
+
+
+def is_part_of_told(variable: Variable, told: Told) -> bool:
+    """Returns whether workers are told of the whole that a variable is in."""
+    forms = told.values.get(variable.module, {})
+    path = variable.path
+    wholes = (forms.get(path[:steps]) for steps in range(1, len(path)))
+    return any(isinstance(form, Pickled) and form.is_whole for form in wholes)
 
 
 def is_inside(variable: Variable) -> bool:

@@ -19,6 +19,7 @@ from keras_fastdata.engine.kinds import is_frozen, kind_of
 from keras_fastdata.engine.library_objects import (
     CODE_TYPES,
     SmallPickler,
+    digest_of,
     is_left_out,
 )
 from keras_fastdata.engine.plain_values import can_be_sent
@@ -31,19 +32,34 @@ _MOST_STEPS = 2  # to an object that a worker makes if it has none
 
 @dataclasses.dataclass(frozen=True)
 class Pickled:
-    """Describes a value by its kind and its pickle."""
+    """Describes a value by its kind, its content and its pickle."""
 
     kind: tuple[str, str]  # see `kind_of`
+    content: str | None  # a digest of all that is in the value
     pickle: npt.NDArray[np.uint8] = dataclasses.field(compare=False, repr=False)
     # Whether the user's code makes the value when it is first needed. Then a
     # worker that has one keeps its own.
     is_made_by_code: bool = False
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether a worker has the same content afterwards."""
+        return self.content is not None and not self.is_made_by_code
+
     def is_missing(self, before: Any) -> bool:
-        """Returns whether a variable that has the value `before` lacks it."""
+        """Returns whether a variable that has the value `before` lacks it.
+
+        The content of some values is told part by part; see `differs`.
+        """
         if self.is_made_by_code:
             return before is None or before is ABSENT
         return kind_of(before) != self.kind
+
+    def differs(self, before: Any) -> bool:
+        """Returns whether a value has another content."""
+        if self.is_whole:
+            return digest_of(before) != self.content
+        return self.is_missing(before)
 
     def make(self) -> Any:
         return pickle.loads(self.pickle.tobytes())
@@ -56,6 +72,8 @@ def told_form(variable: Variable, value: Any) -> Any:
     process has its own; or if it is an object far inside others, whose
     attributes are told.
     """
+    if value is ABSENT:
+        return NOT_TOLD
     if can_be_sent(value):
         return value
     is_container = isinstance(value, (list, set, dict))
@@ -93,4 +111,4 @@ def _pickled(value: Any) -> Pickled | None:
     except Exception:
         return None
     pickled = np.frombuffer(stream.getvalue(), np.uint8)
-    return Pickled(kind_of(value), pickled)
+    return Pickled(kind_of(value), digest_of(value), pickled)

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_fastdata._modules import is_users_class
 from keras_fastdata.building.assignments import cells_of
 from keras_fastdata.building.attributes import attributes_of, slot_values
 from keras_fastdata.building.cached_functions import calls_of
@@ -38,7 +39,7 @@ from keras_fastdata.building.variables import (
 )
 from keras_fastdata.engine import framework_settings
 from keras_fastdata.engine.framework_settings import SettingsByModule
-from keras_fastdata.engine.kinds import bare_kind_of, kind_of
+from keras_fastdata.engine.kinds import bare_kind_of, is_frozen, kind_of
 from keras_fastdata.engine.module_sources import (
     NO_SOURCES,
     PackedSources,
@@ -142,11 +143,11 @@ def _tell(name: str, known: Told | None = None) -> None:
         if _give(module, path, given):
             _AfterImport.given.append((name, path))
         else:
-            _miss(name, path)
+            _AfterImport.late.append((name, path))
     for path, kind in told.kinds.get(name, {}).items():
         if path in known.kinds.get(name, {}) or _is_of_kind(module, path, kind):
             continue
-        _miss(name, path)
+        _AfterImport.late.append((name, path))
     had = known.settings.get(name, {})
     settings = {
         key: value
@@ -157,8 +158,14 @@ def _tell(name: str, known: Told | None = None) -> None:
         framework_settings.write(name, module, settings)
 
 
-def _give(module: Any, path: Path, given: Any) -> bool:
-    """Sets a variable; returns whether the user's class lets it be set."""
+def _give(
+    module: Any, path: Path, given: Any, *, is_whole: bool = False
+) -> bool:
+    """Sets a variable; returns whether the user's class lets it be set.
+
+    `is_whole` is whether a value with another content is also set anew, and not
+    only one of another kind.
+    """
     try:
         value = copy.deepcopy(given)  # the worker may edit its own
         *owners, last = path
@@ -167,7 +174,12 @@ def _give(module: Any, path: Path, given: Any) -> bool:
     except Exception:
         return True  # it may be made later
     with contextlib.suppress(Exception):
-        if not _has(before, value):
+        if isinstance(value, Pickled):
+            lacks = value.differs if is_whole else value.is_missing
+            is_lacking = lacks(before)
+        else:
+            is_lacking = not is_equal(before, value)
+        if is_lacking:
             value = _made(value)
             if not _fill(before, value):
                 _set_part(owner, last, value)
@@ -176,26 +188,41 @@ def _give(module: Any, path: Path, given: Any) -> bool:
 
 
 def finish() -> None:
-    """Gives variables the rest of the values, once all modules are there.
-
-    A value may need a module that was imported later, or half.
-    """
+    """Gives variables the rest of the values, once all modules are there."""
     _AfterImport.are_all_there = True
-    late, _AfterImport.late = _AfterImport.late, []
+    _complete()
+
+
+def _complete() -> None:
+    """Gives variables what they lack after all of their parts were told.
+
+    A value may have needed a module that was imported later, or half.
+    """
     told = _AfterImport.told
+    given, _AfterImport.given = _AfterImport.given, []
+    late, _AfterImport.late = _AfterImport.late, []
+    values = {
+        (name, path): told.values[name][path]
+        for name, path in sorted(
+            [*given, *late], key=lambda place: len(place[1])
+        )
+        if path in told.values.get(name, {})
+    }
+    for (name, path), value in values.items():
+        if (name, path) in late or isinstance(value, Pickled):
+            _give(sys.modules[name], path, value, is_whole=True)
+    _separate(values)
     for name, path in late:
         module = sys.modules[name]
-        values = told.values.get(name, {})
         if not (
-            _give(module, path, values[path])
-            if path in values
+            _give(module, path, values[name, path])
+            if (name, path) in values
             else _is_of_kind(module, path, told.kinds[name][path])
         ):
             _lose(name, path)
-    _separate()
 
 
-def _separate() -> None:
+def _separate(values: dict[tuple[str, Path], Any]) -> None:
     """Gives variables objects of their own if the trainer's are not one object.
 
     After the import of a module, two names may stand for one object, which the
@@ -203,43 +230,31 @@ def _separate() -> None:
     given its value, and the last one of those that share an object has changed
     the others.
     """
-    given, _AfterImport.given = _AfterImport.given, []
-    values = _AfterImport.told.values
-    for name, path in given:
+    for (name, path), value in values.items():
         with contextlib.suppress(Exception):  # the user's class may refuse
-            value: Any = values[name][path]
-            module: Any = sys.modules[name]
-            owner = functools.reduce(part_of, path[:-1], module)
+            owner = _found(name, path[:-1])
             if _has(part_of(owner, path[-1]), value):
                 continue
             if len(path) > 1 and not isinstance(owner, _NEVER_COPIED):
-                holder = functools.reduce(part_of, path[:-2], module)
+                holder = _found(name, path[:-2])
                 owner = copy.copy(owner)
                 _set_part(holder, path[-2], owner)
             _set_part(owner, path[-1], _made(copy.deepcopy(value)))
 
 
+def _found(name: str, path: Path) -> Any:
+    return functools.reduce(part_of, path, sys.modules[name])
+
+
 def _has(value: Any, given: Any) -> bool:
     """Returns whether a variable has the value that it was given."""
     if isinstance(given, Pickled):
-        return not given.is_missing(value)
+        return not given.differs(value)
     return is_equal(value, given)
 
 
 def _made(given: Any) -> Any:
     return given.make() if isinstance(given, Pickled) else given
-
-
-def _miss(name: str, path: Path) -> None:
-    """Notes a variable that lacks its value, maybe until all modules are there.
-
-    Raises:
-        StateLostError: See `_lose`.
-    """
-    if _AfterImport.are_all_there:
-        _lose(name, path)
-    else:
-        _AfterImport.late.append((name, path))
 
 
 def _lose(name: str, path: Path) -> None:
@@ -289,7 +304,18 @@ def _fill(container: Any, value: Any) -> bool:
             _fill_as(base, container, value)
             dict.update(attributes_of(container), attributes_of(value))
             return True
-    return False
+    is_object = is_users_class(kind) and not is_frozen(value)
+    if is_object:
+        _fill_attributes(container, value)
+    return is_object
+
+
+def _fill_attributes(container: Any, value: Any) -> None:
+    attributes = attributes_of(container)
+    attributes.clear()
+    attributes.update(attributes_of(value))
+    for name, slot in slot_values(value):
+        setattr(container, name, slot)
 
 
 def _fill_as(base: Any, container: Any, value: Any) -> None:
@@ -382,6 +408,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             with in_folder(folder):
                 run(module)
             _tell(name)
+            if cls.are_all_there:
+                _complete()
 
         loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -1972,8 +1972,10 @@ def test_a_value_that_the_program_sets_before_the_first_epoch_is_not_lost(
         told_state.finish()
         is_lost = is_other and what in _OTHER_VALUES
         assert (repr(conf.value) == repr(value)) is not is_lost
-        assert (repr(conf.held.value) == repr(value)) is not is_lost
-        assert len(caplog.messages) == 2 * is_lost
+        # A function travels within an object.
+        is_held_lost = is_lost and what != "function"
+        assert (repr(conf.held.value) == repr(value)) is not is_held_lost
+        assert len(caplog.messages) == is_lost + is_held_lost
 
 
 @pytest.mark.parametrize(
