@@ -96,7 +96,9 @@ class _Fails(Drawn):
 
 
 @everywhere
-@pytest.mark.parametrize("where", [(0, 0), (0, 3), (1, 0), (1, 6)])
+@pytest.mark.parametrize(
+    "where", quickly([(0, 0), (0, 3), (1, 0), (1, 6)], (0, 0), (1, 6))
+)
 def test_a_batch_that_has_raised_is_the_next_of_the_state(place, where):
     with Drawn(seed=3) as dataset:
         expected = [batch for _ in range(2) for batch in dataset]
@@ -116,7 +118,9 @@ def test_a_batch_that_has_raised_is_the_next_of_the_state(place, where):
 
 
 @pytest.mark.backend
-@pytest.mark.parametrize("where", [(0, 0), (0, 3), (1, 0), (1, 6)])
+@pytest.mark.parametrize(
+    "where", quickly([(0, 0), (0, 3), (1, 0), (1, 6)], (0, 0), (1, 6))
+)
 def test_a_batch_that_has_raised_in_fit_is_the_next_of_the_state(where):
     with _Fails(seed=3, shuffle=False) as dataset:
         dataset.where = where

@@ -249,6 +249,7 @@ def test_workers_are_on_every_node():
     assert all(pids[worker] == pid for pid, worker, _ in batches)
 
 
+@pytest.mark.long
 def test_two_datasets_share_the_cluster():
     with _on_ray(Drawn, seed=1) as one, _on_ray(Drawn, seed=2) as other:
         pairs = list(zip(one, other, strict=True))
@@ -403,6 +404,7 @@ def test_a_dataset_that_cannot_be_loaded_says_why():
     assert "While Unloadable was loaded" in "".join(caught.value.__notes__)
 
 
+@pytest.mark.long
 def test_a_worker_whose_start_failed_runs_no_on_worker_stop(tmp_path):
     with (
         _on_ray(ray_samples.Unstarted, tmp_path) as dataset,
@@ -482,6 +484,7 @@ def test_an_actor_that_is_killed_is_replaced_and_no_byte_changes(
     assert "restart 1 of at most 3" in text
 
 
+@pytest.mark.long
 def test_a_batch_that_kills_two_workers_is_named(tmp_path):
     # A worker that dies over a copy, which another worker builds as well by
     # then, does not count against the batch.
@@ -591,6 +594,7 @@ def test_what_waits_behind_a_slow_batch_is_built_by_who_is_free(tmp_path):
         assert not found
 
 
+@pytest.mark.long
 def test_an_interrupt_while_waiting_is_an_interrupt(tmp_path):
     with _on_ray(
         ray_samples.Gated, tmp_path, workers=2, gated=[4], length=8
