@@ -70,6 +70,11 @@ def is_left_out(kind: Any) -> bool:
     return not _packages_of(kind).isdisjoint(_LEFT_OUT)
 
 
+def is_left_out_module(name: str) -> bool:
+    """Returns whether workers do not import a module on their own."""
+    return name.partition(".")[0] in _LEFT_OUT
+
+
 @functools.lru_cache(maxsize=1024)
 def _packages_of(kind: Any) -> frozenset[str]:
     """Returns the packages of a class and its base classes."""

@@ -1,19 +1,24 @@
 """Chooses the form in which a worker is told of a variable's value.
 
-A value is sent as it is, if it is plain or a small array, or else by a pickle.
+A value is sent as it is, if it is plain or a small array. A function or class
+that a worker can import is sent by its name, and everything else by a pickle.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import io
+import operator
 import pickle
+import sys
+import types
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata._modules import is_users_class
+from keras_fastdata._modules import is_main, is_users_class
 from keras_fastdata.building.variables import ABSENT, Variable
 from keras_fastdata.engine.kinds import is_frozen, kind_of
 from keras_fastdata.engine.library_objects import (
@@ -21,17 +26,56 @@ from keras_fastdata.engine.library_objects import (
     SmallPickler,
     digest_of,
     is_left_out,
+    is_left_out_module,
 )
 from keras_fastdata.engine.plain_values import can_be_sent
 from keras_fastdata.engine.slow_descriptions import once_if_slow
 from keras_fastdata.memory.limited_stream import LimitedStream
 
 NOT_TOLD = object()
+_NAMED = (type, types.FunctionType, types.BuiltinFunctionType, np.ufunc)
 _MOST_STEPS = 2  # to an object that a worker makes if it has none
 
 
+class Form:
+    """Describes a value that is not sent as it is."""
+
+    # Whether a worker has the same content afterwards.
+    is_whole = False
+
+    def is_missing(self, before: Any) -> bool:
+        """Returns whether a variable that has the value `before` lacks it.
+
+        The content of some values is told part by part; see `differs`.
+        """
+        raise NotImplementedError
+
+    def differs(self, before: Any) -> bool:
+        """Returns whether the value, or its content, is another one."""
+        return self.is_missing(before)
+
+    def make(self) -> Any:
+        """Returns the value, in a worker."""
+        raise NotImplementedError
+
+
 @dataclasses.dataclass(frozen=True)
-class Pickled:
+class Named(Form):
+    """Describes a function or class by its name."""
+
+    module: str
+    name: str
+
+    def is_missing(self, before: Any) -> bool:
+        return _named(before) != self
+
+    def make(self) -> Any:
+        module = importlib.import_module(self.module)
+        return operator.attrgetter(self.name)(module)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pickled(Form):
     """Describes a value by its kind, its content and its pickle."""
 
     kind: tuple[str, str]  # see `kind_of`
@@ -42,21 +86,15 @@ class Pickled:
     is_made_by_code: bool = False
 
     @property
-    def is_whole(self) -> bool:
-        """Whether a worker has the same content afterwards."""
+    def is_whole(self) -> bool:  # type: ignore[override]
         return self.content is not None and not self.is_made_by_code
 
     def is_missing(self, before: Any) -> bool:
-        """Returns whether a variable that has the value `before` lacks it.
-
-        The content of some values is told part by part; see `differs`.
-        """
         if self.is_made_by_code:
             return before is None or before is ABSENT
         return kind_of(before) != self.kind
 
     def differs(self, before: Any) -> bool:
-        """Returns whether a value has another content."""
         if self.is_whole:
             return digest_of(before) != self.content
         return self.is_missing(before)
@@ -66,7 +104,7 @@ class Pickled:
 
 
 def told_form(variable: Variable, value: Any) -> Any:
-    """Returns the value, a `Pickled`, or `NOT_TOLD`.
+    """Returns the value, a `Form`, or `NOT_TOLD`.
 
     A value is not told if it cannot be sent; if builds edit it, for each
     process has its own; or if it is an object far inside others, whose
@@ -76,6 +114,9 @@ def told_form(variable: Variable, value: Any) -> Any:
         return NOT_TOLD
     if can_be_sent(value):
         return value
+    if (named := _named(value)) is not None:
+        own = Named(variable.module, ".".join(map(str, variable.path)))
+        return NOT_TOLD if named == own else named
     is_container = isinstance(value, (list, set, dict))
     if variable.is_edited and not is_container:
         return NOT_TOLD
@@ -96,7 +137,23 @@ def told_form(variable: Variable, value: Any) -> Any:
 
 def can_be_told(value: Any) -> bool:
     """Returns whether workers can be told of a value."""
-    return can_be_sent(value) or _pickled(value) is not None
+    return can_be_sent(value) or None is not (_named(value) or _pickled(value))
+
+
+def _named(value: Any) -> Named | None:
+    """Returns the name of a function or class, if workers can import it."""
+    if not isinstance(value, _NAMED):
+        return None
+    is_ufunc = isinstance(value, np.ufunc)
+    module = "numpy" if is_ufunc else str(value.__module__)
+    named = Named(module, value.__name__ if is_ufunc else value.__qualname__)
+    if is_main(named.module) or is_left_out_module(named.module):
+        return None
+    try:
+        found = operator.attrgetter(named.name)(sys.modules[named.module])
+    except (KeyError, AttributeError):
+        return None
+    return named if found is value else None
 
 
 @once_if_slow

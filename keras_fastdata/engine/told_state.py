@@ -47,7 +47,7 @@ from keras_fastdata.engine.module_sources import (
     use_former,
 )
 from keras_fastdata.engine.plain_values import is_equal
-from keras_fastdata.engine.told_forms import Pickled
+from keras_fastdata.engine.told_forms import Form
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory.shared_arrays import owner_of
 from keras_fastdata.workers.base import LACKS, ONCE
@@ -59,8 +59,8 @@ KindsByModule = dict[str, dict[Path, tuple[str, str]]]  # see `kind_of`
 LOST = (
     "This process has set `%s`, and worker processes do not see it: they "
     "import `%s` themselves, and are told of values alone that can be pickled "
-    "and have up to 1 MiB, but of no functions, and of nothing of Keras, "
-    "TensorFlow, JAX or PyTorch. Make it an attribute of the dataset."
+    "and have up to 1 MiB, of functions that can be imported, and of nothing "
+    "of Keras, TensorFlow, JAX or PyTorch. Make it an attribute of the dataset."
 )
 
 _TRAINS = (
@@ -174,7 +174,7 @@ def _give(
     except Exception:
         return True  # it may be made later
     with contextlib.suppress(Exception):
-        if isinstance(value, Pickled):
+        if isinstance(value, Form):
             lacks = value.differs if is_whole else value.is_missing
             is_lacking = lacks(before)
         else:
@@ -209,7 +209,7 @@ def _complete() -> None:
         if path in told.values.get(name, {})
     }
     for (name, path), value in values.items():
-        if (name, path) in late or isinstance(value, Pickled):
+        if (name, path) in late or isinstance(value, Form):
             _give(sys.modules[name], path, value, is_whole=True)
     _separate(values)
     for name, path in late:
@@ -248,13 +248,13 @@ def _found(name: str, path: Path) -> Any:
 
 def _has(value: Any, given: Any) -> bool:
     """Returns whether a variable has the value that it was given."""
-    if isinstance(given, Pickled):
+    if isinstance(given, Form):
         return not given.differs(value)
     return is_equal(value, given)
 
 
 def _made(given: Any) -> Any:
-    return given.make() if isinstance(given, Pickled) else given
+    return given.make() if isinstance(given, Form) else given
 
 
 def _lose(name: str, path: Path) -> None:

@@ -146,6 +146,8 @@ objects = np.array([Point(), None], dtype=object)
 power = functools.partial(pow, 2)
 functions = {"one": plus_one, "pow": power}
 active = "one"
+chosen = plus_one
+Chosen = Settings
 keyed = Keyed()
 view = types.MappingProxyType({"a": 1})
 read, write = counter()

@@ -43,6 +43,7 @@ def read_all():
         "arrays": (conf.array.tolist(), conf.records.tolist()),
         "objects": [*conf.objects],
         "functions": (conf.power(3), conf.functions[conf.active](5)),
+        "chosen": (conf.chosen(4), conf.Chosen.scale, conf.Chosen.sizes),
         "names": sorted(conf.functions),
         "settings": (Settings.scale, Settings.sizes, Settings.point),
         "derived": (Derived.scale, Derived.sizes, inner.depth),

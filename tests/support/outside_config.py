@@ -24,6 +24,23 @@ class Config:
 
 config = Config()
 transform = abs
+
+
+class Shallow:
+    depth = 1
+
+
+class Deep:
+    depth = 9
+
+
+Chosen = Shallow
+
+
+def doubled(x):
+    return 2 * x
+
+
 _is_ready = False
 _table = None
 

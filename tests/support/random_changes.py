@@ -59,6 +59,8 @@ def _replace():
         "pair": (conf.Point(_number()), conf.Slotted(_number())),
         "power": functools.partial(pow, _number()),
         "active": _random.choice([*conf.functions]),
+        "chosen": _random.choice([conf.plus_one, conf.plus_two, abs]),
+        "Chosen": _random.choice([conf.Settings, conf.Derived]),
         "view": types.MappingProxyType({"a": _number()}),
     }
     name = _random.choice([*made])

@@ -311,16 +311,35 @@ def test_what_cannot_be_carried_is_said_once(patch, caplog):
 
 @pytest.mark.parametrize("kind", ["forkserver", "spawn"])
 @pytest.mark.parametrize("is_patched", [False, True])
-def test_a_function_that_the_program_has_replaced_is_said_to_be_lost(
+def test_a_lambda_that_replaces_a_function_is_said_to_be_lost(
     kind, is_patched, patch, caplog
 ):
     if is_patched:
-        patch.setattr(outside_samples, "_scaled", copy.copy)
+        patch.setattr(outside_samples, "_scaled", lambda value: value)
     with Referring(**KINDS[kind]) as dataset:
         assert _walk(dataset).startswith("[1, ")
     said = [text for text in caplog.messages if "`outside_samples." in text]
     assert len(said) == is_patched
     assert all("`outside_samples._scaled`" in text for text in said)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_functions_and_classes_that_the_program_chooses_are_used(
+    place, patch, caplog
+):
+    use = lambda *_: conf.transform(conf.Chosen.depth)  # noqa: E731
+    with Holds(0, use, **EVERY_KIND[place]) as dataset:
+        assert {float(batch) for batch in dataset} == {1}
+        for transform, chosen, expected in (
+            (operator.neg, conf.Shallow, -1),
+            (np.sqrt, conf.Deep, 3),
+            (conf.doubled, conf.Deep, 18),
+            (abs, conf.Shallow, 1),
+        ):
+            patch.setattr(conf, "transform", transform)
+            patch.setattr(conf, "Chosen", chosen)
+            assert {float(batch) for batch in dataset} == {expected}
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -1931,6 +1950,8 @@ _VALUES = {
     "end of a text": ("a" * 100_000, "a" * 99_999 + "b"),
     "masked array": (np.ma.array([1, 2]), np.ma.array([1, 2], mask=[0, 1])),
     "polynomial": (np.poly1d([1]), np.poly1d([2])),
+    "ufunc": (np.sin, np.cos),
+    "function": (np.sum, np.mean),
 }
 # Likewise, of those that do not reach processes.
 _OTHER_VALUES = {
@@ -1939,7 +1960,6 @@ _OTHER_VALUES = {
         pd.DataFrame({"a": np.arange(1, 200_001)}),
     ),
     "very long text": ("a" * 2_000_000, "b" * 2_000_000),
-    "function": (np.sin, np.cos),
 }
 
 
@@ -1972,10 +1992,8 @@ def test_a_value_that_the_program_sets_before_the_first_epoch_is_not_lost(
         told_state.finish()
         is_lost = is_other and what in _OTHER_VALUES
         assert (repr(conf.value) == repr(value)) is not is_lost
-        # A function travels within an object.
-        is_held_lost = is_lost and what != "function"
-        assert (repr(conf.held.value) == repr(value)) is not is_held_lost
-        assert len(caplog.messages) == is_lost + is_held_lost
+        assert (repr(conf.held.value) == repr(value)) is not is_lost
+        assert len(caplog.messages) == 2 * is_lost
 
 
 @pytest.mark.parametrize(
