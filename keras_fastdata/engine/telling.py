@@ -11,7 +11,7 @@ from keras_fastdata.building.process_variables import ENVIRONMENT
 from keras_fastdata.building.variables import Inside, Variable
 from keras_fastdata.engine.kinds import bare_kind_of, kind_of
 from keras_fastdata.engine.plain_values import CONTAINERS, MAPPINGS, is_plain
-from keras_fastdata.engine.told_forms import NOT_TOLD, Form, told_form
+from keras_fastdata.engine.told_forms import NOT_TOLD, ToldForm, told_form
 from keras_fastdata.engine.told_state import LOST, StateLostError, Told
 
 _log = logging.getLogger("keras_fastdata")
@@ -91,7 +91,7 @@ def is_part_of_told(variable: Variable, told: Told) -> bool:
     forms = told.values.get(variable.module, {})
     path = variable.path
     wholes = (forms.get(path[:steps]) for steps in range(1, len(path)))
-    return any(isinstance(form, Form) and form.is_whole for form in wholes)
+    return any(isinstance(form, ToldForm) and form.is_whole for form in wholes)
 
 
 def is_inside(variable: Variable) -> bool:

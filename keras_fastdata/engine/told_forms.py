@@ -37,7 +37,7 @@ _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, np.ufunc)
 _MOST_STEPS = 2  # to an object that a worker makes if it has none
 
 
-class Form:
+class ToldForm:
     """Describes a value that is not sent as it is."""
 
     # Whether a worker has the same content afterwards.
@@ -60,7 +60,7 @@ class Form:
 
 
 @dataclasses.dataclass(frozen=True)
-class Named(Form):
+class Named(ToldForm):
     """Describes a function or class by its name."""
 
     module: str
@@ -75,7 +75,7 @@ class Named(Form):
 
 
 @dataclasses.dataclass(frozen=True)
-class Pickled(Form):
+class Pickled(ToldForm):
     """Describes a value by its kind, its content and its pickle."""
 
     kind: tuple[str, str]  # see `kind_of`
@@ -104,7 +104,7 @@ class Pickled(Form):
 
 
 def told_form(variable: Variable, value: Any) -> Any:
-    """Returns the value, a `Form`, or `NOT_TOLD`.
+    """Returns the value, a `ToldForm`, or `NOT_TOLD`.
 
     A value is not told if it cannot be sent; if builds edit it, for each
     process has its own; or if it is an object far inside others, whose

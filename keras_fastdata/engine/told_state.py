@@ -47,7 +47,7 @@ from keras_fastdata.engine.module_sources import (
     use_former,
 )
 from keras_fastdata.engine.plain_values import is_equal
-from keras_fastdata.engine.told_forms import Form
+from keras_fastdata.engine.told_forms import ToldForm
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory.shared_arrays import owner_of
 from keras_fastdata.workers.base import LACKS, ONCE
@@ -174,7 +174,7 @@ def _give(
     except Exception:
         return True  # it may be made later
     with contextlib.suppress(Exception):
-        if isinstance(value, Form):
+        if isinstance(value, ToldForm):
             lacks = value.differs if is_whole else value.is_missing
             is_lacking = lacks(before)
         else:
@@ -209,7 +209,7 @@ def _complete() -> None:
         if path in told.values.get(name, {})
     }
     for (name, path), value in values.items():
-        if (name, path) in late or isinstance(value, Form):
+        if (name, path) in late or isinstance(value, ToldForm):
             _give(sys.modules[name], path, value, is_whole=True)
     _separate(values)
     for name, path in late:
@@ -248,13 +248,13 @@ def _found(name: str, path: Path) -> Any:
 
 def _has(value: Any, given: Any) -> bool:
     """Returns whether a variable has the value that it was given."""
-    if isinstance(given, Form):
+    if isinstance(given, ToldForm):
         return not given.differs(value)
     return is_equal(value, given)
 
 
 def _made(given: Any) -> Any:
-    return given.make() if isinstance(given, Form) else given
+    return given.make() if isinstance(given, ToldForm) else given
 
 
 def _lose(name: str, path: Path) -> None:
@@ -304,8 +304,9 @@ def _fill(container: Any, value: Any) -> bool:
             _fill_as(base, container, value)
             dict.update(attributes_of(container), attributes_of(value))
             return True
-    is_object = is_users_class(kind) and not is_frozen(value)
-    if is_object:
+    # No class, no member of an enumeration, no tuple.
+    is_object = all(map(is_users_class, kind.__mro__[:-1]))
+    if is_object := is_object and not is_frozen(value):
         _fill_attributes(container, value)
     return is_object
 

@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import functools
 import types
+import typing
 
 import numpy as np
 
@@ -66,6 +67,14 @@ class Node:
 class Color(enum.Enum):
     RED = 1
     BLUE = 2
+
+
+class Size(typing.NamedTuple):
+    width: int = 1
+
+
+class Count(int):
+    pass
 
 
 class Settings:
@@ -133,6 +142,8 @@ frozen = Frozen()
 slotted = Slotted()
 root = Node(1).add(Node(2).add(Node(3)))
 color = Color.RED
+size = Size()
+count = Count(1)
 space = types.SimpleNamespace(a=1, point=Point())
 lists = collections.defaultdict(list, a=[1])
 tree = {"node": Node(1), "mixed": [Slotted(), Frozen()], (1, 2): Point()}

@@ -54,6 +54,8 @@ def _replace():
         "slotted": conf.Slotted(_number(), conf.Point(_number())),
         "root": conf.Node(_number()).add(conf.Node(_number())),
         "color": _random.choice([*conf.Color]),
+        "size": conf.Size(_number()),
+        "count": conf.Count(_number()),
         "array": np.arange(_number()),
         "records": np.array([(_number(), 2.0)], conf.records.dtype),
         "pair": (conf.Point(_number()), conf.Slotted(_number())),
