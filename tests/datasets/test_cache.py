@@ -12,7 +12,6 @@ import importlib.util
 import itertools
 import json
 import logging
-import operator
 import os
 import pathlib
 import re
@@ -1008,7 +1007,7 @@ def test_a_script_in_which_code_looks_for_a_name_counts_as_a_whole(
 def test_what_workers_build_without_a_value_stays_out_of_a_directory(
     tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(conf, "transform", operator.neg)
+    monkeypatch.setattr(conf, "transform", lambda x: -x)
     use = lambda _, index: conf.transform(index)  # noqa: E731
     cached = {"cache": tmp_path, "cache_version": 1}
     for _ in range(2):
