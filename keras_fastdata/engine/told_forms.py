@@ -81,17 +81,12 @@ class Pickled(ToldForm):
     kind: tuple[str, str]  # see `kind_of`
     content: str | None  # a digest of all that is in the value
     pickle: npt.NDArray[np.uint8] = dataclasses.field(compare=False, repr=False)
-    # Whether the user's code makes the value when it is first needed. Then a
-    # worker that has one keeps its own.
-    is_made_by_code: bool = False
 
     @property
     def is_whole(self) -> bool:  # type: ignore[override]
-        return self.content is not None and not self.is_made_by_code
+        return self.content is not None
 
     def is_missing(self, before: Any) -> bool:
-        if self.is_made_by_code:
-            return before is None or before is ABSENT
         return kind_of(before) != self.kind
 
     def differs(self, before: Any) -> bool:
@@ -125,14 +120,11 @@ def told_form(variable: Variable, value: Any) -> Any:
         and not is_container
         and not is_frozen(value)
     )
-    is_made_by_code = has_attributes and variable.is_assigned
-    is_far_inside = len(variable.path) > _MOST_STEPS
-    if has_attributes and not is_made_by_code and is_far_inside:
+    # Code that makes an object when it is first needed has none elsewhere.
+    is_there = has_attributes and not variable.is_assigned
+    if is_there and len(variable.path) > _MOST_STEPS:
         return NOT_TOLD
-    pickled = _pickled(value)
-    if pickled is None:
-        return NOT_TOLD
-    return dataclasses.replace(pickled, is_made_by_code=is_made_by_code)
+    return _pickled(value) or NOT_TOLD
 
 
 def can_be_told(value: Any) -> bool:
@@ -151,7 +143,7 @@ def _named(value: Any) -> Named | None:
         return None
     try:
         found = operator.attrgetter(named.name)(sys.modules[named.module])
-    except (KeyError, AttributeError):
+    except Exception:  # a module may have a `__getattr__` of the user's
         return None
     return named if found is value else None
 

@@ -160,6 +160,7 @@ active = "one"
 chosen = plus_one
 Chosen = Settings
 keyed = Keyed()
+single = Single()
 view = types.MappingProxyType({"a": 1})
 read, write = counter()
 _late = _late_items = None

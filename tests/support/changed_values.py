@@ -48,7 +48,7 @@ def read_all():
         "names": sorted(conf.functions),
         "settings": (Settings.scale, Settings.sizes, Settings.point),
         "derived": (Derived.scale, Derived.sizes, inner.depth),
-        "single": Single().scale,
+        "single": (Single().scale, conf.single.scale),
         "keyed": (conf.keyed["a"], keyed["a"]),
         "view": dict(conf.view),
         "closure": conf.read(),
