@@ -44,7 +44,7 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata._modules import is_main
+from keras_fastdata._modules import is_main, is_users
 from keras_fastdata.memory import by_name, delegating, rebuilt_classes
 from keras_fastdata.memory.shared_arrays import (
     SharedArrays,
@@ -109,6 +109,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return view
         if type(obj).__name__ in _GENERATORS and (name := _global_name(obj)):
             return _global_generator, name
+        if type(obj) is object and (place := _place_of(obj)):
+            return _marker_at, place
         if isinstance(obj, LIVE):
             raise TypeError(
                 f"cannot pickle a {type(obj).__name__}: a copy would not be "
@@ -225,6 +227,26 @@ _GLOBALS = (
     ("torch", "default_generator"),
     ("imgaug.random", "get_global_rng"),
 )
+
+
+# -- markers -------------------------------------------------------------------
+
+
+def _place_of(marker: object) -> tuple[str, str] | None:
+    """Returns the user's module that has an object, and the object's name.
+
+    Code compares such a marker (`MISSING = object()`) by identity.
+    """
+    for module, found in list(sys.modules.items()):
+        if isinstance(found, types.ModuleType) and is_users(module):
+            for name, value in list(vars(found).items()):
+                if value is marker and not is_main(module):
+                    return module, name
+    return None
+
+
+def _marker_at(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
 
 
 # -- files ---------------------------------------------------------------------

@@ -23,6 +23,8 @@ class Config:
 
 
 config = Config()
+MISSING = object()
+found = {"value": MISSING}
 transform = abs
 
 

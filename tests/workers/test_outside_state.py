@@ -324,6 +324,17 @@ def test_a_lambda_that_replaces_a_function_is_said_to_be_lost(
 
 
 @pytest.mark.parametrize("place", PLACES)
+def test_a_marker_of_a_module_is_the_same_object_everywhere(place, patch):
+    use = lambda held, _: (  # noqa: E731
+        held[0] is conf.MISSING and conf.found["value"] is conf.MISSING
+    )
+    with Holds([conf.MISSING], use, **EVERY_KIND[place]) as dataset:
+        assert all(dataset)
+        patch.setitem(conf.found, "other", [1])
+        assert all(dataset)
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_functions_and_classes_that_the_program_chooses_are_used(
     place, patch, caplog
 ):
