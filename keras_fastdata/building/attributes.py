@@ -52,8 +52,10 @@ def slots_of(kind: Any) -> tuple[Any, ...]:
 def first_items(container: Iterable[Any]) -> list[Any]:
     """Returns the first items of a container, or none if it keeps changing."""
     for _ in range(_TRIES):
-        with contextlib.suppress(RuntimeError):  # a thread changed its size
+        try:
             return list(itertools.islice(container, _MOST_ITEMS))
+        except RuntimeError:  # a thread changed its size
+            continue
     return []
 
 

@@ -1,9 +1,11 @@
 """Finds the objects that a dataset refers to, directly or indirectly.
 
-The search goes breadth first from the dataset's attributes through objects,
-slots, dicts, lists, partials, bound methods and closures. Then it goes through
-the variables that the user's classes and functions name. It evaluates no
-property, and does not search large arrays.
+The search goes from the dataset's attributes through objects, slots, dicts,
+lists, partials, bound methods and closures. Then it goes through the variables
+that the user's classes and functions name. Each time, what has a name comes
+before the items of containers, and these come level by level: a large list
+hides nothing but its own parts. It evaluates no property, and does not search
+large arrays.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ from keras_fastdata.building.attributes import (
     slot_values,
 )
 
-_MOST_VISITED = 20_000  # objects in one search
+_MOST_VISITED = 20_000  # objects of the dataset, and as many outside
+_CONTAINERS = (
+    *(dict, list, tuple, set, frozenset, collections.deque, np.ndarray),
+)
 _PLAIN_KEYS = {str, int, bytes, float, bool, type(None)}
 
 
@@ -71,8 +76,7 @@ def reachable(
     Adds the variables and class attributes that are `None` to `unset`: each
     as a mapping, and its name there.
     """
-    inside: collections.deque[ReachStep] = collections.deque()
-    outside: collections.deque[ReachStep] = collections.deque()
+    inside, outside = _WaitingSteps(), _WaitingSteps()
     seen = {id(dataset)}
 
     def meet(
@@ -87,7 +91,7 @@ def reachable(
             return
         if not isinstance(part, _LEAVES) and not _is_leaf(type(part)):
             step = ReachStep(name, part, before, is_out)
-            (outside if is_out else inside).append(step)
+            (outside if is_out else inside).add(step)
 
     def open_up(value: Any, step: ReachStep | None) -> None:
         is_out = step is not None and step.is_outside
@@ -102,12 +106,26 @@ def reachable(
     open_up(dataset, None)
     imgaug = sys.modules.get("imgaug.random")
     meet("imgaug", getattr(imgaug, "GLOBAL_RNG", None), None, True)
-    for _ in range(_MOST_VISITED):
-        if not inside and not outside:
-            return
-        step = (inside or outside).popleft()
-        yield step
-        open_up(step.value, step)  # a generator may hold another one
+    for waiting in (inside, outside):
+        for step in itertools.islice(waiting, _MOST_VISITED):
+            yield step
+            open_up(step.value, step)  # a generator may hold another one
+
+
+class _WaitingSteps:
+    """Yields the steps that were added, those of containers last."""
+
+    def __init__(self) -> None:
+        self._named: collections.deque[ReachStep] = collections.deque()
+        self._containers: collections.deque[ReachStep] = collections.deque()
+
+    def add(self, step: ReachStep) -> None:
+        is_container = isinstance(step.value, _CONTAINERS)
+        (self._containers if is_container else self._named).append(step)
+
+    def __iter__(self) -> Iterator[ReachStep]:
+        while waiting := self._named or self._containers:
+            yield waiting.popleft()
 
 
 def parts_of(value: Any) -> Iterator[tuple[str, Any]]:

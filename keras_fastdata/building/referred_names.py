@@ -3,16 +3,19 @@
 The search begins with the dataset's class and attributes, and goes on with the
 user's functions, classes and objects that it finds there. It runs no code: a
 code object lists the names that it uses.
+
+What has a name comes first: attributes and variables. Then come the items of
+containers, level by level. So a large list hides nothing but its own parts.
 """
 
 from __future__ import annotations
 
 import abc
+import collections
 import contextlib
 import dataclasses
 import functools
 import logging
-import operator
 import sys
 import types
 import weakref
@@ -63,14 +66,19 @@ from keras_fastdata.building.variables import (
 from keras_fastdata.memory.class_refs import is_importable
 
 _MOST_VISITS = 20_000  # classes, functions and objects that are searched
-_MOST_FOUND = 5_000  # variables
-_MOST_OTHERS = 200  # objects of libraries
+# Variables. Of further objects and containers, only the code is searched.
+_MOST_FOUND = 5_000
+_MOST_OTHERS = 100  # objects of each class of a library
 _MOST_OWN_ITEMS = 100  # of a larger one in an attribute of the dataset
 # Methods of a dataset that do not run in workers.
 _RUN_HERE = ("__init__", "on_epoch_begin", "on_epoch_end")
 # What may change of a function.
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
+_BASES = (dict, list, tuple, collections.deque, np.ndarray)
 _LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
+
+# Objects of the user's may refuse to be looked into.
+_REFUSED = "State outside of a dataset:"
 
 _log = logging.getLogger("keras_fastdata")
 
@@ -78,8 +86,7 @@ _log = logging.getLogger("keras_fastdata")
 def variables_of(dataset: Any) -> list[Variable]:
     """Returns the variables that a dataset's batches can depend on."""
     search = _VariableSearch(dataset)
-    search.value(dataset, "", (SELF,))
-    search.search_held_modules()
+    search.run()
     search.assignments.follow()
     return list(search.found())
 
@@ -92,6 +99,15 @@ class _FoundVariable(NamedTuple):
     name: str
 
 
+class _Waiting(NamedTuple):
+    """An object or a container that is to be searched."""
+
+    value: Any
+    module: str
+    path: Path
+    kind: type | None  # the class whose code has led there
+
+
 class _VariableSearch:
     """Collects the variables that code refers to directly or indirectly."""
 
@@ -101,10 +117,30 @@ class _VariableSearch:
         self._dataset = dataset
         self._kind: type | None = None  # the class that is searched
         self._seen: dict[Any, Any] = {}  # by id; keeps the values alive
-        self._left = _MOST_OTHERS
+        self._others_of: collections.Counter[type] = collections.Counter()
         self._places: set[tuple[int, Path]] = set()
         self._modules: list[types.ModuleType] = []  # held as objects
         self._names: frozenset[str] = frozenset()  # all that the code uses
+        self._objects: collections.deque[_Waiting] = collections.deque()
+        self._containers: collections.deque[_Waiting] = collections.deque()
+
+    def run(self) -> None:
+        """Searches the dataset, and all that was found there."""
+        self.value(self._dataset, "", (SELF,))
+        while waiting := self._objects or self._containers:
+            is_items = waiting is self._containers
+            value, module, path, self._kind = waiting.popleft()
+            if len(self._found) >= _MOST_FOUND:
+                path = ()
+            try:
+                (self._items if is_items else self._object)(value, module, path)
+            except Exception:
+                _log.debug(_REFUSED, exc_info=True)
+            if not self._objects:
+                # Any code that was searched may use a module under a name of
+                # its own, if an attribute or an item holds the module.
+                for held in self._modules:  # grows meanwhile
+                    self._module(held, self._names)
 
     def found(self) -> Iterator[Variable]:
         """Yields what was found, with what is known of assignments."""
@@ -125,13 +161,14 @@ class _VariableSearch:
         try:
             self._search(value, module, path)
         except Exception:
-            # Objects of the user's may refuse to be looked into.
-            _log.debug("State outside of a dataset:", exc_info=True)
+            _log.debug(_REFUSED, exc_info=True)
 
     def _search(self, value: Any, module: str, path: Path) -> None:
+        place = _Waiting(value, module, path, self._kind)
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
             if self._is_new(value, bool(path)):
-                self._items(value.reshape(-1), module, path)
+                flat = value.reshape(-1)
+                self._containers.append(place._replace(value=flat))
         elif isinstance(value, _LEAVES):
             return
         elif isinstance(value, types.ModuleType):
@@ -142,10 +179,13 @@ class _VariableSearch:
         elif isinstance(value, type):
             self._class(value)
         elif type(value) in CONTAINERS:
-            if self._is_new(value, bool(path)):
-                self._items(value, module, path)
+            # One that holds nothing else is compared and sent whole.
+            has_parts = not _holds_leaves(value)
+            if has_parts and self._is_new(value, bool(path)):
+                self._containers.append(place)
         elif is_users_object(value):
-            self._object(value, module, path)
+            if self._is_new(value, bool(path)):
+                self._objects.append(place)
         else:
             for number, part in enumerate(parts_of(value)):
                 if path:
@@ -156,7 +196,10 @@ class _VariableSearch:
                     self.value(part)
             if isinstance(value, functools._lru_cache_wrapper):
                 self._results(value, module, path)
-            self._others(value, module, path)
+            if _is_of_library(value) and self._is_new(value, bool(path)):
+                self._others_of[type(value)] += 1
+                if self._others_of[type(value)] <= _MOST_OTHERS:
+                    self._objects.append(place)
 
     def _results(self, cached: Any, module: str, path: Path) -> None:
         """Collects what a cached function keeps, if it keeps few results."""
@@ -166,15 +209,6 @@ class _VariableSearch:
             there = (*path, Kept(call))
             self._note(_reference(kept), cached, "", module, there)
 
-    def search_held_modules(self) -> None:
-        """Collects the variables of modules that are held as objects.
-
-        Such a module is an attribute of the dataset, or an item of a list. Any
-        code that was searched may use it under a name of its own.
-        """
-        for module in self._modules:  # grows meanwhile
-            self._module(module, self._names)
-
     def _is_new(self, value: Any, *more: Any) -> bool:
         key = (id(value), *more)
         if key in self._seen or len(self._seen) >= _MOST_VISITS:
@@ -182,45 +216,26 @@ class _VariableSearch:
         self._seen[key] = value
         return True
 
-    def _others(self, value: Any, module: str, path: Path) -> None:
-        """Searches an object of a library, which may hold one of the user's."""
-        home = str(type(value).__module__).partition(".")[0]
-        if home in sys.stdlib_module_names or home == "keras_fastdata":
-            return
-        if self._left and self._is_new(value, bool(path)):
-            self._left -= 1
-            attributes = attributes_of(value)
-            for name in first_items(attributes):
-                part = attributes.get(name)
-                is_named = bool(path) and not _is_librarys_own(part)
-                self.value(part, module, (*path, str(name)) * is_named)
-
     def _items(self, value: Any, module: str, path: Path) -> None:
-        is_mapping = isinstance(value, dict)
-        items = first_items(
-            dict.items(value) if is_mapping else enumerate(value)
-        )
-        if len(value) > MOST_ITEMS and path[:1] in ((), (SELF,)):
+        items, held = _items_of(value), _reference(value)
+        base: Any = next(filter(functools.partial(isinstance, value), _BASES))
+        is_large = base.__len__(value) > MOST_ITEMS
+        if is_large and path[:1] in ((), (SELF,)):
             del items[_MOST_OWN_ITEMS:]
-        # One that holds nothing else is compared and sent whole.
-        are_leaves = all(
-            isinstance(item, _LEAVES)
-            and not isinstance(item, np.ndarray)
-            and not (is_mapping and _names_code(key))
-            for key, item in items
-        )
         any_key = bool(path) and is_by_value(module, path)
-        step = PartKey if len(value) > MOST_ITEMS else ItemKey
+        step = PartKey if is_large else ItemKey
         for key, item in items:
-            has_path = any_key or is_key(key)
-            if path and not are_leaves and has_path:
-                read = functools.partial(operator.getitem, value, key)
+            if path and (any_key or is_key(key)):
+                read = functools.partial(_read, held, base.__getitem__, key)
                 self._note(read, value, "", module, (*path, step(key)))
             else:
                 self.value(item)
 
     def _object(self, value: Any, module: str, path: Path) -> None:
-        if not self._is_new(value, bool(path)):
+        if not is_users_object(value):
+            for name, part in _first_attributes(value):
+                is_named = bool(path) and not _is_librarys_own(part)
+                self.value(part, module, (*path, name) * is_named)
             return
         self._class(type(value))
         attributes, held = attributes_of(value), _reference(value)
@@ -246,14 +261,9 @@ class _VariableSearch:
             else:
                 with contextlib.suppress(AttributeError):  # not assigned
                     self.value(read())
-        if isinstance(value, (list, tuple)):
-            self._items(value, module, path)
-        if isinstance(value, dict):
-            for key in first_items(dict.keys(value)):
-                read = functools.partial(_read, held, dict.__getitem__, key)
-                if path and is_key(key):
-                    there = (*path, ItemKey(key))
-                    self._note(read, value, "", module, there)
+        if isinstance(value, (list, tuple, dict)):
+            place = _Waiting(value, module, path, self._kind)
+            self._containers.append(place)
 
     def _class(self, kind: type) -> None:
         metaclass: type = type(kind)
@@ -369,7 +379,7 @@ class _VariableSearch:
         path: Path,
     ) -> None:
         place = id(owner), path
-        if place in self._places or len(self._found) >= _MOST_FOUND:
+        if place in self._places:
             return
         self._places.add(place)
         variable = Variable(read, path, module, is_by_value(module, path))
@@ -394,6 +404,17 @@ class _VariableSearch:
         self._found.append(_FoundVariable(variable, owner, name))
 
 
+def _first_attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    attributes = attributes_of(value)
+    for name in first_items(attributes):
+        yield str(name), attributes.get(name)
+
+
+def _is_of_library(value: Any) -> bool:
+    home = str(type(value).__module__).partition(".")[0]
+    return home not in sys.stdlib_module_names and home != "keras_fastdata"
+
+
 def _is_librarys_own(part: Any) -> bool:
     """Returns whether a library keeps none of the user's objects in a part."""
     if type(part) not in CONTAINERS:
@@ -402,6 +423,25 @@ def _is_librarys_own(part: Any) -> bool:
     for item in list(items):
         items += item if type(item) is tuple else ()
     return not any(map(is_users_object, items))
+
+
+def _items_of(container: Any) -> list[tuple[Any, Any]]:
+    """Returns the first items of a container, with their keys or indices."""
+    is_mapping = isinstance(container, dict)
+    return first_items(
+        dict.items(container) if is_mapping else enumerate(container)
+    )
+
+
+def _holds_leaves(container: Any) -> bool:
+    """Returns whether a container holds numbers, texts and the like alone."""
+    is_mapping = isinstance(container, dict)
+    return all(
+        isinstance(item, _LEAVES)
+        and not isinstance(item, np.ndarray)
+        and not (is_mapping and _names_code(key))
+        for key, item in _items_of(container)
+    )
 
 
 def _names_code(key: Any) -> bool:
