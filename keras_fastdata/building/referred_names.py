@@ -217,7 +217,9 @@ class _VariableSearch:
         return True
 
     def _items(self, value: Any, module: str, path: Path) -> None:
-        items, held = _items_of(value), _reference(value)
+        items, held = _items_of(value), lambda: value
+        if is_users_object(value):
+            held = _reference(value)
         base: Any = next(filter(functools.partial(isinstance, value), _BASES))
         is_large = base.__len__(value) > MOST_ITEMS
         if is_large and path[:1] in ((), (SELF,)):
