@@ -72,6 +72,7 @@ _MOST_OTHERS = 100  # objects of each class of a library
 _MOST_OWN_ITEMS = 100  # of a larger one in an attribute of the dataset
 # Methods of a dataset that do not run in workers.
 _RUN_HERE = ("__init__", "on_epoch_begin", "on_epoch_end")
+_FUNCTIONS = (types.FunctionType, staticmethod, classmethod)
 # What may change of a function.
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _BASES = (dict, list, tuple, collections.deque, np.ndarray)
@@ -495,4 +496,4 @@ def _count_among(names: frozenset[str], variables: dict[str, Any]) -> int:
 
 def _is_pythons(name: str, value: Any) -> bool:
     """Returns whether Python itself could have set a class attribute."""
-    return is_special(name) and not isinstance(value, types.FunctionType)
+    return is_special(name) and not isinstance(value, _FUNCTIONS)

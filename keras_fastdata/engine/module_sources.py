@@ -15,7 +15,6 @@ import contextlib
 import functools
 import importlib.machinery
 import importlib.util
-import operator
 import os
 import pickle
 import sys
@@ -64,6 +63,15 @@ class SourceFile(NamedTuple):
         assert spec is not None
         return spec
 
+    @property
+    def can_be_compiled(self) -> bool:
+        """Whether the file is Python code."""
+        try:
+            compile(zlib.decompress(self.text), self.path, "exec")
+        except (SyntaxError, ValueError):
+            return False
+        return True
+
     def is_there(self, path: str | None = None) -> bool:
         """Returns whether the file, or another one, seems to be the same."""
         try:
@@ -85,18 +93,16 @@ class _Known(NamedTuple):
     file: SourceFile | None
 
     def is_current(self, held: dict[str, Any]) -> bool:
-        """Returns whether the module still has this code.
+        """Returns whether the module still has the code of this file.
 
-        IPython may replace the code of functions without an import.
+        A tool may replace the code of functions without an import.
         """
         if held.get("__spec__") is not self.spec:
             return False
         if self.file is None or self.file.is_there():
             return True
-        codes = _codes_of(held)
-        return len(codes) == len(self.codes) and all(
-            map(operator.is_, codes, self.codes)
-        )
+        known = set(map(id, self.codes))
+        return all(id(code) in known for code in _codes_of(held))
 
 
 _known: dict[str, _Known] = {}
@@ -184,6 +190,12 @@ def packed() -> PackedSources:
     return _latest
 
 
+def known_source(name: str) -> SourceFile | None:
+    """Returns the source of a module of the user's, if it is known."""
+    known = _known.get(name)
+    return None if known is None else known.file
+
+
 def _sources() -> Sources:
     """Returns the sources; a module that is imported again begins anew."""
     found: Sources = {}
@@ -194,10 +206,11 @@ def _sources() -> Sources:
         held = vars(module)
         known = _known.get(name)
         if known is None or not known.is_current(held):
+            file = _file_at(held["__file__"], _Folders.of.get(name, ""))
+            if known is not None and not (file and file.can_be_compiled):
+                file = known.file  # the program runs on with the former code
             known = _known[name] = _Known(
-                held["__spec__"],
-                _codes_of(held),
-                _file_at(held["__file__"], _Folders.of.get(name, "")),
+                held["__spec__"], _codes_of(held), file
             )
         if known.file is not None:
             nbytes += len(known.file.text)
@@ -208,7 +221,10 @@ def _sources() -> Sources:
 
 
 def _codes_of(held: dict[str, Any]) -> list[types.CodeType]:
-    """Returns the code of a module's functions and methods."""
+    """Returns the code of a module's functions and methods in its file.
+
+    The program may have set others there.
+    """
     name, members = held.get("__name__"), list(held.values())
     for value in list(members):
         if isinstance(value, type) and value.__module__ == name:
@@ -217,6 +233,7 @@ def _codes_of(held: dict[str, Any]) -> list[types.CodeType]:
         value.__code__
         for value in members
         if isinstance(value, types.FunctionType)
+        and value.__code__.co_filename == held.get("__file__")
     ]
 
 

@@ -11,6 +11,7 @@ from keras_fastdata.building.process_variables import ENVIRONMENT
 from keras_fastdata.building.variables import Inside, Variable
 from keras_fastdata.engine.kinds import bare_kind_of, kind_of
 from keras_fastdata.engine.plain_values import CONTAINERS, MAPPINGS, is_plain
+from keras_fastdata.engine.told_code import code_form
 from keras_fastdata.engine.told_forms import NOT_TOLD, ToldForm, told_form
 from keras_fastdata.engine.told_state import LOST, StateLostError, Told
 
@@ -59,6 +60,9 @@ def tell(variable: Variable, told: Told, lost: LostVariables) -> None:
         return
     if is_inside(variable):
         _put(told.kinds, place, kind_of(value))
+    elif isinstance(value, types.CodeType):
+        if (code := code_form(variable, value)) is not None:
+            _put(told.values, place, code)
     elif (form := told_form(variable, value)) is not NOT_TOLD:
         _put(told.values, place, form)
     elif is_part_of_told(variable, told):
@@ -95,8 +99,11 @@ def is_part_of_told(variable: Variable, told: Told) -> bool:
 
 
 def is_inside(variable: Variable) -> bool:
-    """Returns whether no path leads to a variable in a worker."""
-    return any(isinstance(step, Inside) for step in variable.path)
+    """Returns whether a variable is a part of a wrapper, as of `partial`.
+
+    Such a part cannot be set by itself.
+    """
+    return bool(variable.path) and isinstance(variable.path[-1], Inside)
 
 
 def is_of_process(variable: Variable) -> bool:

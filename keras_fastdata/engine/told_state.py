@@ -332,7 +332,14 @@ def _fill_as(base: Any, container: Any, value: Any) -> None:
         fill(container, base.__iter__(value))
 
 
+def _unwrapped(owner: Any) -> Any:
+    """Returns the function in a static or class method."""
+    is_method = isinstance(owner, (staticmethod, classmethod))
+    return owner.__func__ if is_method else owner
+
+
 def _set_part(owner: Any, step: Step, value: Any) -> None:
+    owner = _unwrapped(owner)
     if isinstance(step, ItemKey):
         owner[step.key] = value
     elif isinstance(step, CellName):
@@ -352,6 +359,7 @@ def current() -> Told:
 
 def part_of(owner: Any, step: Step) -> Any:
     """Returns an item, or an attribute that the object itself has."""
+    owner = _unwrapped(owner)
     if isinstance(step, (ItemKey, PartKey)):
         return owner[step.key]
     if isinstance(step, CellName):

@@ -10,6 +10,7 @@
     cached functions of `__main__`          wrapped again, with an empty cache
     weak dicts                              with their items, held weakly
     Keras's callbacks                       without the model that they are for
+    markers (`MISSING = object()`)          by the names that modules have
     the global random generators            the worker's own
     classes of `__main__`                   without attributes deleted there
     objects of `__main__` with a name       by value, see `by_name`
@@ -44,8 +45,9 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata._modules import is_main, is_users
+from keras_fastdata._modules import is_main
 from keras_fastdata.memory import by_name, delegating, rebuilt_classes
+from keras_fastdata.memory.markers import MarkerPlaces, is_marker, marker_at
 from keras_fastdata.memory.shared_arrays import (
     SharedArrays,
     owner_of,
@@ -94,6 +96,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # Else cloudpickle takes it for a module that workers can import.
             # (In other processes, this is a second name of `__main__`.)
             cloudpickle.register_pickle_by_value(script)
+        self._markers = MarkerPlaces()
         # What functions share in the worker for each cell that they share here;
         # with the cell, whose id could otherwise become another one's.
         self._cells: dict[int, tuple[types.CellType, types.CellType]] = {}
@@ -109,8 +112,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return view
         if type(obj).__name__ in _GENERATORS and (name := _global_name(obj)):
             return _global_generator, name
-        if type(obj) is object and (place := _place_of(obj)):
-            return _marker_at, place
+        if is_marker(obj) and (place := self._markers.of(obj)):
+            return marker_at, place
         if isinstance(obj, LIVE):
             raise TypeError(
                 f"cannot pickle a {type(obj).__name__}: a copy would not be "
@@ -227,26 +230,6 @@ _GLOBALS = (
     ("torch", "default_generator"),
     ("imgaug.random", "get_global_rng"),
 )
-
-
-# -- markers -------------------------------------------------------------------
-
-
-def _place_of(marker: object) -> tuple[str, str] | None:
-    """Returns the user's module that has an object, and the object's name.
-
-    Code compares such a marker (`MISSING = object()`) by identity.
-    """
-    for module, found in list(sys.modules.items()):
-        if isinstance(found, types.ModuleType) and is_users(module):
-            for name, value in list(vars(found).items()):
-                if value is marker and not is_main(module):
-                    return module, name
-    return None
-
-
-def _marker_at(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
 
 
 # -- files ---------------------------------------------------------------------

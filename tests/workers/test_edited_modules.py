@@ -111,7 +111,8 @@ def test_code_that_was_replaced_in_place_is_the_edited_one(modules):
         assert _values(dataset) == [0, 1, 2, 3]
         edit(_HELPER.format(100))
         edited = {}
-        exec(_HELPER.format(100), edited)
+        helper = sys.modules["edited_helper"]
+        exec(compile(_HELPER.format(100), helper.__file__, "exec"), edited)
         sys.modules["edited_helper"].scale.__code__ = edited["scale"].__code__
         assert _values(dataset) == [0, 100, 200, 300]
     with module.Data(**EVERY_KIND["process"]) as dataset:

@@ -1,0 +1,83 @@
+"""Pickles markers by the names that modules have for them.
+
+Code compares a marker such as `MISSING = object()` by identity. A marker has no
+content: its class has no base class, and the object no attributes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from keras_fastdata._modules import MADE_BY_CODE, is_main, is_users
+
+Place = tuple[str, str]  # a module, and a name in it
+
+_NO_BASES = 2  # classes in the `__mro__`: its own, and `object`
+
+
+def is_marker(value: Any) -> bool:
+    """Returns whether nothing but its identity tells an object from others."""
+    kind: Any = type(value)
+    if kind is object:
+        return True
+    return (
+        len(kind.__mro__) == _NO_BASES
+        and bool(kind.__flags__ & MADE_BY_CODE)
+        and kind.__reduce__ is object.__reduce__
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and not _has_content(value)
+    )
+
+
+class MarkerPlaces:
+    """Finds the names of markers in modules; looks through all at most once."""
+
+    def __init__(self) -> None:
+        self._of_users: dict[int, Place] | None = None
+
+    def of(self, marker: Any) -> Place | None:
+        """Returns the place of a marker.
+
+        Its class is in the same module, or the module is the user's.
+        """
+        home = str(type(marker).__module__)
+        for place, value in _variables_of(home):
+            if value is marker:
+                return place
+        if self._of_users is None:
+            self._of_users = {
+                id(value): place
+                for name in filter(is_users, list(sys.modules))
+                for place, value in _variables_of(name)
+                if is_marker(value)
+            }
+        return self._of_users.get(id(marker))
+
+
+def marker_at(module: str, name: str) -> Any:
+    """Returns the object that a module has under a name."""
+    return getattr(importlib.import_module(module), name)
+
+
+def _variables_of(name: str) -> Iterator[tuple[Place, Any]]:
+    """Yields the variables of a module, unless it is the script."""
+    module = sys.modules.get(name)
+    if isinstance(module, types.ModuleType) and not is_main(name):
+        for variable, value in list(vars(module).items()):
+            yield (name, variable), value
+
+
+def _has_content(value: Any) -> bool:
+    """Returns whether an object has attributes, or slots for attributes."""
+    kind: Any = type(value)
+    if any(
+        isinstance(part, types.MemberDescriptorType)
+        for part in vars(kind).values()
+    ):
+        return True
+    has_dict = bool(kind.__dictoffset__)
+    return has_dict and bool(object.__getattribute__(value, "__dict__"))
