@@ -72,7 +72,8 @@ class CodeNames:
     """The names that a function and its nested functions use."""
 
     variables: frozenset[str]  # global variables that they read
-    imported: frozenset[str]  # modules that they import
+    # Modules that they import, each with what is imported from it.
+    imported: frozenset[tuple[str, tuple[str, ...]]]
     # Variables, and attributes of classes, modules and objects.
     assigned: frozenset[Target]
     edited: frozenset[Target]  # containers
@@ -89,7 +90,7 @@ def names_of(code: types.CodeType, package: str | None) -> CodeNames:
         scan.follow(part)
     return CodeNames(
         frozenset(scan.variables),
-        frozenset(name for name, _ in imports_in(code, package)),
+        frozenset(imports_in(code, package)),
         frozenset(one._replace(is_item=False) for one in scan.assigned),
         frozenset(one._replace(is_item=False) for one in scan.edited),
     )

@@ -19,7 +19,7 @@ import logging
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +30,7 @@ from keras_fastdata._modules import (
     is_users_code,
     names_in,
 )
+from keras_fastdata._unimported import sources_of
 from keras_fastdata.building.assignments import (
     Assignments,
     cells_of,
@@ -78,9 +79,6 @@ _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _BASES = (dict, list, tuple, collections.deque, np.ndarray)
 _LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
 
-# Objects of the user's may refuse to be looked into.
-_REFUSED = "State outside of a dataset:"
-
 _log = logging.getLogger("keras_fastdata")
 
 
@@ -121,6 +119,7 @@ class _VariableSearch:
         self._others_of: collections.Counter[type] = collections.Counter()
         self._places: set[tuple[int, Path]] = set()
         self._modules: list[types.ModuleType] = []  # held as objects
+        self._imported: set[str] = set()  # modules that are not imported yet
         self._names: frozenset[str] = frozenset()  # all that the code uses
         self._objects: collections.deque[_Waiting] = collections.deque()
         self._containers: collections.deque[_Waiting] = collections.deque()
@@ -133,10 +132,8 @@ class _VariableSearch:
             value, module, path, self._kind = waiting.popleft()
             if len(self._found) >= _MOST_FOUND:
                 path = ()
-            try:
-                (self._items if is_items else self._object)(value, module, path)
-            except Exception:
-                _log.debug(_REFUSED, exc_info=True)
+            search = self._items if is_items else self._object
+            _search_in(search, value, module, path)
             if not self._objects:
                 # Any code that was searched may use a module under a name of
                 # its own, if an attribute or an item holds the module.
@@ -159,10 +156,7 @@ class _VariableSearch:
 
         `path` is the value's variable in `module`, or empty if it has none.
         """
-        try:
-            self._search(value, module, path)
-        except Exception:
-            _log.debug(_REFUSED, exc_info=True)
+        _search_in(self._search, value, module, path)
 
     def _search(self, value: Any, module: str, path: Path) -> None:
         place = _Waiting(value, module, path, self._kind)
@@ -334,8 +328,9 @@ class _VariableSearch:
             read = functools.partial(variables.__getitem__, name)
             self._note(read, variables, name, home, (name,))
             self._module(variables.get(name), every)
-        for name in names.imported:
+        for name, parts in names.imported:
             self._module(sys.modules.get(name), every)
+            self._imports(name, parts)
 
     def _parts_of_function(
         self, function: types.FunctionType, module: str, path: Path
@@ -367,6 +362,13 @@ class _VariableSearch:
             read = functools.partial(variables.__getitem__, name)
             self._note(read, variables, name, module.__name__, (name,))
             self._module(variables.get(name), names)
+        if "__getattr__" in variables:  # it may import parts of a package
+            self._imports(module.__name__, names - variables.keys())
+
+    def _imports(self, module: str, parts: Iterable[str]) -> None:
+        """Collects what modules use that builds are to import."""
+        for other, names in _used_by_imports(module, parts, self._imported):
+            self._module(other, names)
 
     def _note_size(self, names: Mapping[str, Any], path: Path = ()) -> None:
         read = functools.partial(_count_of, names)
@@ -418,6 +420,22 @@ def _is_of_library(value: Any) -> bool:
     return home not in sys.stdlib_module_names and home != "keras_fastdata"
 
 
+def _used_by_imports(
+    module: str, parts: Iterable[str], seen: set[str]
+) -> Iterator[tuple[Any, frozenset[str]]]:
+    """Yields modules that modules use which are not imported yet.
+
+    Each with the names that are used. `parts` are imported from `module`.
+    """
+    there = sys.modules
+    held = vars(there[module]) if module in there else {}
+    missing = tuple(sorted(part for part in parts if part not in held))
+    if missing or module not in there:
+        for found in sources_of(module, missing, seen, but=there):
+            for name, _ in found.imports:
+                yield there.get(name), names_in(found.code)
+
+
 def _is_librarys_own(part: Any) -> bool:
     """Returns whether a library keeps none of the user's objects in a part."""
     if type(part) not in CONTAINERS:
@@ -426,6 +444,19 @@ def _is_librarys_own(part: Any) -> bool:
     for item in list(items):
         items += item if type(item) is tuple else ()
     return not any(map(is_users_object, items))
+
+
+def _search_in(
+    search: Callable[[Any, str, Path], None],
+    value: Any,
+    module: str,
+    path: Path,
+) -> None:
+    try:
+        search(value, module, path)
+    except Exception:
+        # Objects of the user's may refuse to be looked into.
+        _log.debug("State outside of a dataset:", exc_info=True)
 
 
 def _items_of(container: Any) -> list[tuple[Any, Any]]:

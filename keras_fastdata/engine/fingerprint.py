@@ -29,8 +29,6 @@ import datetime
 import enum
 import functools
 import gc
-import importlib.machinery
-import importlib.util
 import inspect
 import logging
 import numbers
@@ -51,9 +49,9 @@ from keras_fastdata._modules import (
     imports_in,
     is_main,
     is_users_class,
-    is_users_file,
     names_in,
 )
+from keras_fastdata._unimported import sources_of
 from keras_fastdata.building import interface
 from keras_fastdata.building.attributes import attributes_of, first_items
 from keras_fastdata.building.interface import Dataset
@@ -383,54 +381,10 @@ def _script(main: types.ModuleType) -> Iterator[bytes]:
 def _sources_of(
     module: str, names: tuple[str, ...], seen: set[str]
 ) -> Iterator[str | bytes]:
-    """Yields the name and source of a user's module and of its imports.
-
-    Imports nothing. `names` are imported from it, and may be modules.
-    """
-    for spec in _specs_of(module, names):
-        if spec.name in seen or not spec.has_location:
-            continue
-        seen.add(spec.name)
-        if not is_users_file(str(spec.origin)):
-            continue
-        with contextlib.suppress(OSError, SyntaxError, ValueError):
-            source = pathlib.Path(str(spec.origin)).read_bytes()
-            yield spec.name
-            yield source
-            for further, parts in _imports_of(source, spec.parent):
-                yield from _sources_of(further, parts, seen)
-
-
-@functools.lru_cache(maxsize=256)
-def _imports_of(
-    source: bytes, package: str | None
-) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Returns the imports in a module's source, in `imports_in`'s format."""
-    code = compile(source, "<module>", "exec", dont_inherit=True)
-    return tuple(imports_in(code, package))
-
-
-def _specs_of(
-    module: str, names: tuple[str, ...]
-) -> Iterator[importlib.machinery.ModuleSpec]:
-    """Yields the import specs of a module, its packages and its submodules."""
-    first, *others = module.split(".")
-    try:
-        spec = importlib.util.find_spec(first)
-    except (ImportError, ValueError):
-        return
-    find = importlib.machinery.PathFinder.find_spec
-    for name in others:
-        if spec is None:
-            return
-        yield spec
-        folders = spec.submodule_search_locations or ()
-        spec = find(f"{spec.name}.{name}", [*folders])
-    if spec is not None:
-        yield spec
-        folders = spec.submodule_search_locations or ()
-        found = (find(f"{module}.{name}", [*folders]) for name in names)
-        yield from filter(None, found)
+    """Yields the name and source of a user's module and of its imports."""
+    for found in sources_of(module, names, seen, but=()):
+        yield found.name
+        yield found.text
 
 
 def _of_code(code: types.CodeType) -> Iterator[Any]:

@@ -129,7 +129,8 @@ def told_form(variable: Variable, value: Any) -> Any:
 
 def can_be_told(value: Any) -> bool:
     """Returns whether workers can be told of a value."""
-    if isinstance(value, types.CodeType):  # see told_code.py
+    # Code is told (see told_code.py), and so is the object of a method.
+    if isinstance(value, (types.CodeType, types.MethodType)):
         return True
     return can_be_sent(value) or None is not (_named(value) or _pickled(value))
 

@@ -40,14 +40,10 @@ from keras_fastdata.building.variables import (
 from keras_fastdata.engine import framework_settings
 from keras_fastdata.engine.framework_settings import SettingsByModule
 from keras_fastdata.engine.kinds import bare_kind_of, is_frozen, kind_of
-from keras_fastdata.engine.module_sources import (
-    NO_SOURCES,
-    PackedSources,
-    in_folder,
-    use_former,
-)
+from keras_fastdata.engine.module_sources import NO_SOURCES, PackedSources
 from keras_fastdata.engine.plain_values import is_equal
 from keras_fastdata.engine.told_forms import ToldForm
+from keras_fastdata.engine.told_import import ToldLoader, spec_of
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory.shared_arrays import owner_of
 from keras_fastdata.workers.base import LACKS, ONCE
@@ -212,13 +208,17 @@ def _complete() -> None:
         if (name, path) in late or isinstance(value, ToldForm):
             _give(sys.modules[name], path, value, is_whole=True)
     _separate(values)
-    for name, path in late:
+    lost: set[tuple[str, Path]] = set()
+    for name, path in sorted(late, key=lambda place: len(place[1])):
         module = sys.modules[name]
+        if not lost.isdisjoint((name, path[:n]) for n in range(len(path))):
+            continue  # it is a part of what is lost
         if not (
             _give(module, path, values[name, path])
             if (name, path) in values
             else _is_of_kind(module, path, told.kinds[name][path])
         ):
+            lost.add((name, path))
             _lose(name, path)
 
 
@@ -399,28 +399,19 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         of_all = told.settings, told.values, told.kinds, sources
         if not any(name in of_some for of_some in of_all):
             return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         source = sources.get(name)
-        if source is not None and (
-            spec is None
-            or source.is_package is (spec.submodule_search_locations is None)
-        ):
-            spec = source.spec(name)
-        loader: Any = None if spec is None else spec.loader
-        if not isinstance(loader, importlib.machinery.SourceFileLoader):
+        spec = spec_of(name, path, target, cls, source)
+        if spec is None or not hasattr(spec.loader, "exec_module"):
             return None
-        if source is not None:
-            use_former(loader, source)
-        run, folder = loader.exec_module, ""
+        folder = ""
         if source is not None and "os" in told.settings:  # not on Ray
             folder = source.folder
-
-        def exec_module(module: types.ModuleType) -> None:
-            with in_folder(folder):
-                run(module)
-            _tell(name)
-            if cls.are_all_there:
-                _complete()
-
-        loader.exec_module = exec_module  # type: ignore[method-assign]
+        spec.loader = ToldLoader(spec.loader, folder, cls.tell)
         return spec
+
+    @classmethod
+    def tell(cls, name: str) -> None:
+        """Sets values in a module that was imported just now."""
+        _tell(name)
+        if cls.are_all_there:
+            _complete()

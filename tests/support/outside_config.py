@@ -24,6 +24,13 @@ class Config:
 
 config = Config()
 MISSING = object()
+
+
+class Unset:
+    """The class of a marker."""
+
+
+UNSET = Unset()
 found = {"value": MISSING}
 transform = abs
 

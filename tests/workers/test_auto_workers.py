@@ -343,7 +343,7 @@ EVERY = [(index, 3) for index in range(20)]
 def test_what_processes_cannot_be_told_is_built_here(goes, monkeypatch, kind):
     goes((2, True), (0, False), after=1000)
     for module in (auto_config, auto_config_late):
-        monkeypatch.setattr(module, "scale", auto_config.Scaler(3).apply)
+        monkeypatch.setattr(module, "scale", lambda x: 3 * x)
     with kind(workers="auto") as dataset:
         assert factors_of(dataset, 2) == 2 * EVERY
         assert dataset.workers == 0
@@ -355,8 +355,7 @@ def test_what_processes_cannot_be_told_later_is_built_here(goes, monkeypatch):
 
     def change(epoch):
         if epoch == 1:
-            scaler = auto_config.Scaler(3)
-            monkeypatch.setattr(auto_config, "scale", scaler.apply)
+            monkeypatch.setattr(auto_config, "scale", lambda x: 3 * x)
 
     with Scales(workers="auto") as dataset:
         before = [(index, 1) for index in range(20)]
@@ -380,13 +379,15 @@ def test_an_object_of_a_cached_function_is_set_where_batches_are_built(
         assert dataset.use_multiprocessing == (factor == 1)
 
 
-def test_a_bound_method_that_processes_do_not_see_is_said_to_be_lost(
+def test_processes_are_told_of_the_object_of_a_bound_method(
     monkeypatch, caplog
 ):
-    monkeypatch.setattr(auto_config, "scale", auto_config.Scaler(3).apply)
     with Scales(workers=1, use_multiprocessing=True) as dataset:
-        list(dataset)
-    assert "has set `auto_config.scale" in caplog.text
+        for factor in (3, 4):
+            scaler = auto_config.Scaler(factor)
+            monkeypatch.setattr(auto_config, "scale", scaler.apply)
+            assert {int(scaled) for _, scaled in dataset} == {factor}
+    assert not caplog.messages
 
 
 def test_what_a_worker_opens_is_opened_in_processes_alone():

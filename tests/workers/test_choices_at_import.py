@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import os
+import py_compile
 import sys
+import zipfile
 
 import numpy as np
+import outside_config as conf
 import pytest
 from places import KINDS
 from samples import Holds
-
-from keras_fastdata import FastPyDataset
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 _PROCESSES = KINDS["process"]
@@ -140,3 +140,95 @@ def test_what_a_module_chose_by_a_value_stays_chosen(
         lambda: data.Data(**_PROCESSES), lambda: setattr(config, "size", size)
     )
     assert seen == [[[chosen, 3 - size]] * 2, [[chosen, size]] * 2]
+
+
+_LATE = """
+import numpy as np
+from keras_fastdata import FastPyDataset
+
+class Data(FastPyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        {}
+        return np.array([value(), 0])
+"""
+_LATER = "import choice_config\ndef value(): return choice_config.size\n"
+_LAZY = """
+import importlib
+def __getattr__(name):
+    if name == "choice_later":
+        return importlib.import_module("." + name, __name__)
+    raise AttributeError(name)
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_module_that_a_build_imports_first_sees_the_programs_value(
+    kind, write
+):
+    write("choice_config", "size = 1")
+    write("choice_later", _LATER)
+    write("choice_data", _LATE.format("from choice_later import value"))
+    config = importlib.import_module("choice_config")
+    data = importlib.import_module("choice_data")
+    config.size = 2
+    seen = _epochs(
+        lambda: data.Data(**KINDS[kind]), lambda: setattr(config, "size", 3)
+    )
+    sys.modules.pop("choice_later", None)
+    assert seen == [[[2, 0]] * 2, [[3, 0]] * 2]
+
+
+def test_a_part_that_a_package_imports_when_it_is_asked_for_sees_it_too(
+    write, tmp_path
+):
+    (tmp_path / "choice_package").mkdir()
+    write("choice_config", "size = 1")
+    write("choice_package/__init__", _LAZY)
+    write("choice_package/choice_later", _LATER)
+    value = "value = choice_package.choice_later.value"
+    write("choice_data", "import choice_package\n" + _LATE.format(value))
+    config = importlib.import_module("choice_config")
+    data = importlib.import_module("choice_data")
+    config.size = 2
+    seen = _epochs(
+        lambda: data.Data(**_PROCESSES), lambda: setattr(config, "size", 3)
+    )
+    for name in ("choice_package", "choice_package.choice_later"):
+        sys.modules.pop(name, None)
+    assert seen == [[[2, 0]] * 2, [[3, 0]] * 2]
+
+
+@pytest.mark.parametrize("form", ["archive", "compiled"])
+def test_modules_without_a_source_file_have_the_programs_values(
+    form, write, tmp_path, monkeypatch
+):
+    write("choice_config", "size = 1")
+    write("choice_data", _DATA.format("def value(): return 0"))
+    names = ("choice_config", "choice_data")
+    if form == "archive":
+        with zipfile.ZipFile(tmp_path / "modules.zip", "w") as file:
+            for name in names:
+                file.write(tmp_path / f"{name}.py", f"{name}.py")
+        monkeypatch.syspath_prepend(tmp_path / "modules.zip")
+    for name in names:
+        if form == "compiled":
+            source, target = (tmp_path / f"{name}.py{end}" for end in ("", "c"))
+            py_compile.compile(str(source), cfile=str(target))
+        (tmp_path / f"{name}.py").unlink()
+    importlib.invalidate_caches()
+    config = importlib.import_module("choice_config")
+    data = importlib.import_module("choice_data")
+    config.size = 2
+    seen = _epochs(
+        lambda: data.Data(**_PROCESSES), lambda: setattr(config, "size", 3)
+    )
+    assert seen == [[[0, 2]] * 2, [[0, 3]] * 2]
+
+
+def test_a_marker_of_a_class_of_ones_own_is_the_same_object_in_workers():
+    use = lambda held, _: held[0] is conf.UNSET and conf.UNSET is not None  # noqa: E731
+    with Holds([conf.UNSET], use, **_PROCESSES) as dataset:
+        assert [bool(batch) for batch in dataset] == [True] * 3

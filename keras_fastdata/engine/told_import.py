@@ -1,0 +1,74 @@
+"""Imports a module as the trainer has, and tells when it is there.
+
+The module has its former source, and is run in the folder in which the trainer
+has imported it.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from keras_fastdata.engine.module_sources import (
+    SourceFile,
+    in_folder,
+    use_former,
+)
+
+
+class ToldLoader(importlib.abc.Loader):
+    """Runs a module with its own loader, and calls `after` with its name."""
+
+    def __init__(
+        self, loader: Any, folder: str, after: Callable[[str], None]
+    ) -> None:
+        self._loader = loader
+        self._folder = folder
+        self._after = after
+
+    def create_module(
+        self, spec: importlib.machinery.ModuleSpec
+    ) -> types.ModuleType | None:
+        """Returns what the module's own loader makes."""
+        created: types.ModuleType | None = self._loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Runs the module, which then has its own loader."""
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        with in_folder(self._folder):
+            self._loader.exec_module(module)
+        self._after(module.__name__)
+
+
+def spec_of(
+    name: str,
+    path: Any,
+    target: Any,
+    but: Any,
+    source: SourceFile | None,
+) -> importlib.machinery.ModuleSpec | None:
+    """Finds a module as all finders do, except `but`.
+
+    `source` is its former source, if that is known.
+    """
+    spec = None
+    for finder in sys.meta_path:
+        if finder is not but and hasattr(finder, "find_spec"):
+            spec = finder.find_spec(name, path, target)
+        if spec is not None:
+            break
+    if source is not None:
+        if spec is None or (
+            source.is_package is (spec.submodule_search_locations is None)
+        ):
+            spec = source.spec(name)
+        if isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            use_former(spec.loader, source)
+    return spec
