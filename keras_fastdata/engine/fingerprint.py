@@ -73,6 +73,7 @@ _DATA = (
     *(bytearray, collections.deque, array.array),
 )
 _PLAIN = (*_DATA, type, types.FunctionType)
+_TABLES = {"pandas", "polars", "pyarrow"}
 # What code has in it that looks for a name in a module, or in its own one.
 _IN_OWN_MODULE = {"eval", "exec", "globals"}
 _IN_MODULES = {"getattr", "__dict__", "vars", *_IN_OWN_MODULE}
@@ -312,6 +313,11 @@ def _of_global(value: Any) -> tuple[Any, ...]:
 def is_data(value: Any) -> bool:
     """Returns whether a value is data that can be pickled, as a rule."""
     return isinstance(value, _DATA)
+
+
+def is_table(value: Any) -> bool:
+    """Returns whether a value is a table, or the like, of a library."""
+    return type(value).__module__.partition(".")[0] in _TABLES
 
 
 def covers(value: Any) -> bool:

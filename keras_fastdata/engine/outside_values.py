@@ -2,8 +2,8 @@
 
 A cache's directory is for one set of these values. What builds assign is not
 among them, unless the program has changed it since the start; nor is the folder
-that the program starts in. An object of a library cannot be compared with that
-of another run.
+that the program starts in. A large object of a library, other than a table,
+cannot be compared with that of another run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from keras_fastdata._modules import current_folder
 from keras_fastdata.building.variables import ABSENT, SELF, Variable
-from keras_fastdata.engine.fingerprint import covers, is_data
+from keras_fastdata.engine.fingerprint import covers, is_data, is_table
+from keras_fastdata.engine.library_objects import content_of
 from keras_fastdata.engine.plain_values import text_of, weakly
 
 _FOLDER = "the current folder"
@@ -22,7 +23,7 @@ _FOLDER = "the current folder"
 class OutsideValues(NamedTuple):
     """The values of variables that are not attributes of a dataset."""
 
-    # Names and values; the values are plain or arrays.
+    # Names and values; the values are plain, arrays or tables, or digests.
     known: list[tuple[str, Any]]
     # The name of a variable with another object of a library than at first.
     replaced: str = ""
@@ -50,8 +51,10 @@ class FirstValues:
             is_by_builds = variable.is_assigned or variable.is_edited
             text = text_of(value)
             if not is_by_builds:
-                if text is not None or is_data(value):
+                if text is not None or is_data(value) or is_table(value):
                     known.append((name, value))
+                elif (content := content_of(value)) is not None:
+                    known.append((name, content))
                 elif not covers(value):
                     compared[name] = weakly(value)
             elif text is not None:

@@ -51,12 +51,19 @@ def spec_of(
     name: str,
     path: Any,
     target: Any,
-    but: Any,
     source: SourceFile | None,
+    loader: Callable[[Any], ToldLoader],
+    but: Any,
 ) -> importlib.machinery.ModuleSpec | None:
     """Finds a module as all finders do, except `but`.
 
-    `source` is its former source, if that is known.
+    Args:
+        name: The module's name.
+        path: Where the package looks for its parts, or `None`.
+        target: A module that may help to find it, or `None`.
+        source: Its former source, if that is known.
+        loader: Returns the loader to use in place of the module's own.
+        but: The finder that asks.
     """
     spec = None
     for finder in sys.meta_path:
@@ -71,4 +78,7 @@ def spec_of(
             spec = source.spec(name)
         if isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             use_former(spec.loader, source)
+    if spec is None or not hasattr(spec.loader, "exec_module"):
+        return None
+    spec.loader = loader(spec.loader)
     return spec

@@ -400,14 +400,11 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         if not any(name in of_some for of_some in of_all):
             return None
         source = sources.get(name)
-        spec = spec_of(name, path, target, cls, source)
-        if spec is None or not hasattr(spec.loader, "exec_module"):
-            return None
         folder = ""
         if source is not None and "os" in told.settings:  # not on Ray
             folder = source.folder
-        spec.loader = ToldLoader(spec.loader, folder, cls.tell)
-        return spec
+        loader = functools.partial(ToldLoader, folder=folder, after=cls.tell)
+        return spec_of(name, path, target, source, loader, but=cls)
 
     @classmethod
     def tell(cls, name: str) -> None:

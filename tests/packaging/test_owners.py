@@ -10,6 +10,7 @@ from package_source import trees
 _FIELDS_OF_OTHERS = {
     ("building/rng_monitor.py", "before"): "a `threading.local`",
     ("engine/batch_file.py", "writeable"): "an array's flags",
+    ("engine/told_import.py", "loader"): "a module's spec",
     ("keras_bridge/__init__.py", "use_multiprocessing"): "Keras's `PyDataset`",
     ("keras_bridge/__init__.py", "workers"): "Keras's `PyDataset`",
     ("memory/reducers.py", "filename"): "NumPy's `memmap`",

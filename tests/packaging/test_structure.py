@@ -56,6 +56,7 @@ _ROOMS = [
     "_process_role",
     "_atomic_write",
     "_call_stack",
+    "_unimported",
     "_modules",
     "_recent",
     "_extras",

@@ -24,6 +24,7 @@ class Config:
 
 config = Config()
 MISSING = object()
+table_or_none = None
 
 
 class Unset:

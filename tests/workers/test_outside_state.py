@@ -1385,18 +1385,46 @@ def test_an_attribute_may_name_an_environment_variable(kind, patch):
 CURVE = None
 
 
+@pytest.mark.parametrize(
+    ("place", "rows"),
+    [("inline", 3), ("process", 3), ("inline", 200_000)],
+)
+def test_a_directory_is_for_one_content_of_a_table_that_the_program_sets(
+    place, rows, patch, tmp_path
+):
+    kinds = {"cache": tmp_path, "cache_version": 1, **EVERY_KIND[place]}
+    for number in (1, 2, 1):
+        table = pd.DataFrame({"a": np.full(rows, number)})
+        patch.setattr(conf, "table_or_none", table)
+        use = lambda _, index: conf.table_or_none["a"].to_numpy()[index]  # noqa: E731
+        with Holds(0, use, **kinds) as dataset:
+            assert [int(batch) for batch in dataset] == [number] * 3
+    assert len([*tmp_path.glob("*/*.batch")]) == 6
+
+
+@pytest.mark.parametrize("place", ["inline", "process"])
+def test_a_directory_is_for_one_content_of_an_object_of_a_library(
+    place, patch, tmp_path
+):
+    kinds = {"cache": tmp_path, "cache_version": 1, **EVERY_KIND[place]}
+    with Holds(0, lambda *_: conf.table_or_none(0), **kinds) as dataset:
+        for scale in (1, 2, 1):
+            patch.setattr(conf, "table_or_none", np.poly1d([scale]))
+            assert [int(batch) for batch in dataset] == [scale] * 3
+    assert len([*tmp_path.glob("*/*.batch")]) == 6
+
+
 @pytest.mark.parametrize("place", ["inline", "thread"])
 def test_objects_of_libraries_that_the_program_sets_stay_out_of_a_directory(
     place, patch, tmp_path, caplog
 ):
-    patch.setattr(sys.modules[__name__], "CURVE", np.poly1d([1]))
+    module, layer = sys.modules[__name__], keras.layers.Rescaling
+    patch.setattr(module, "CURVE", layer(1))
     kinds = {"cache": tmp_path, "cache_version": 1, **EVERY_KIND[place]}
-    with Holds(0, lambda *_: CURVE(0), **kinds) as dataset:
+    with Holds(0, lambda *_: CURVE.scale, **kinds) as dataset:
         for scale in (1, 2, 2, 1, 1):
-            if CURVE(0) != scale:
-                patch.setattr(
-                    sys.modules[__name__], "CURVE", np.poly1d([scale])
-                )
+            if CURVE.scale != scale:
+                patch.setattr(module, "CURVE", layer(scale))
             assert [int(batch) for batch in dataset] == [scale] * 3
     assert len([*tmp_path.glob("*/*.batch")]) == 3
     (message,) = {*caplog.messages}
