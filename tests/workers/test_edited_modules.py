@@ -117,3 +117,37 @@ def test_code_that_was_replaced_in_place_is_the_edited_one(modules):
         assert _values(dataset) == [0, 100, 200, 300]
     with module.Data(**EVERY_KIND["process"]) as dataset:
         assert _values(dataset) == [0, 100, 200, 300]
+
+
+def test_an_edit_is_not_taken_because_the_program_sets_a_function(
+    modules, monkeypatch
+):
+    module, edit = modules
+    helper = sys.modules["edited_helper"]
+    with module.Data(**EVERY_KIND["process"]) as dataset:
+        assert _values(dataset) == [0, 1, 2, 3]
+        edit(_HELPER.format(100))
+        monkeypatch.setattr(helper, "scale", len)
+        assert _values(dataset) == [0, 1, 2, 3]
+
+
+def test_a_function_of_before_a_reload_stays_where_another_module_has_it(
+    modules,
+):
+    module, edit = modules
+    edit(_HELPER.format(100))
+    importlib.reload(sys.modules["edited_helper"])
+    for _ in range(2):
+        with module.Data(**EVERY_KIND["process"]) as dataset:
+            assert _values(dataset) == [0, 1, 2, 3]
+
+
+def test_the_former_code_runs_on_after_a_reload_of_what_is_no_python(modules):
+    module, edit = modules
+    with module.Data(**EVERY_KIND["process"]) as dataset:
+        assert _values(dataset) == [0, 1, 2, 3]
+    edit("def scale(:")
+    with pytest.raises(SyntaxError):
+        importlib.reload(sys.modules["edited_helper"])
+    with module.Data(**EVERY_KIND["process"]) as dataset:
+        assert _values(dataset) == [0, 1, 2, 3]
