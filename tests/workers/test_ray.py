@@ -202,6 +202,7 @@ def test_fit_trains_on_the_batches_of_local_processes():
     np.testing.assert_array_equal(*predicted)
 
 
+@pytest.mark.long
 def test_large_arrays_are_views_of_the_store_and_small_ones_are_not():
     with _on_ray(ray_samples.Kinds, workers=1) as dataset:
         batches = list(dataset)
@@ -229,6 +230,7 @@ def test_actors_do_not_import_keras():
     assert not {"keras", "tensorflow", "jax", "torch"} & set(found)
 
 
+@pytest.mark.long
 def test_batches_that_are_pickled_at_the_second_try_keep_their_arrays():
     with _on_ray(ray_samples.Unpicklable, workers=1) as dataset:
         for index, (small, function, large) in enumerate(dataset):
@@ -305,6 +307,7 @@ def test_generators_run_in_actors():
     assert found == [[n, n] for n in range(24)]
 
 
+@pytest.mark.long
 def test_generators_that_a_dataset_reaches_are_seeded_in_actors():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -346,6 +349,7 @@ def test_batches_that_the_store_has_no_room_for_are_not_asked_for():
     assert "Spilled" not in memory_summary(stats_only=True)
 
 
+@pytest.mark.long
 def test_an_answer_takes_memory_until_its_last_array_dies():
     store = StoreUsage()
     arrays = [np.zeros(100, "uint8"), np.ones(50, "uint8")]
@@ -395,6 +399,7 @@ def test_a_batch_that_raises_can_be_skipped():
     assert found == [n for n in range(12) if n != 3]
 
 
+@pytest.mark.long
 def test_a_dataset_that_cannot_be_loaded_says_why():
     with (
         _on_ray(ray_samples.Unloadable) as dataset,
@@ -422,6 +427,7 @@ def test_files_are_opened_and_closed_once_in_each_worker(tmp_path):
     assert found == {f"worker-{i}": "closed" for i in range(3)}
 
 
+@pytest.mark.long
 def test_log_records_and_warnings_reach_this_process(caplog):
     with (
         caplog.at_level(logging.INFO, "mine"),
@@ -510,6 +516,7 @@ def test_without_a_restart_left_the_death_is_the_error(tmp_path):
         list(dataset)
 
 
+@pytest.mark.long
 def test_actors_that_die_before_they_have_a_place_are_not_made_for_ever(caplog):
     with _on_ray(Drawn, length=40, workers=2) as dataset:
         batches = iter(dataset)
@@ -681,6 +688,7 @@ def test_a_batch_that_takes_too_long_twice_is_an_error(tmp_path):
 # -- what cannot be had ------------------------------------------------------
 
 
+@pytest.mark.long
 def test_workers_for_which_the_cluster_has_no_place_are_an_error():
     with (
         _on_ray(
