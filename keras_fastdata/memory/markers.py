@@ -6,6 +6,7 @@ content: its class has no base class, and the object no attributes.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import types
@@ -58,9 +59,17 @@ class MarkerPlaces:
         return self._of_users.get(id(marker))
 
 
-def marker_at(module: str, name: str) -> Any:
-    """Returns the object that a module has under a name."""
-    return getattr(importlib.import_module(module), name)
+def marker_at(module: str, name: str, kind: Any) -> Any:
+    """Returns the object that a module has under a name.
+
+    The program may have set it there: a module that has none of its class gets
+    another one.
+    """
+    with contextlib.suppress(Exception):  # the module cannot be imported
+        found = getattr(importlib.import_module(module), name, None)
+        if type(found) is kind:
+            return found
+    return object.__new__(kind)
 
 
 def _variables_of(name: str) -> Iterator[tuple[Place, Any]]:

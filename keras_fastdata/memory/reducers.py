@@ -113,7 +113,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(obj).__name__ in _GENERATORS and (name := _global_name(obj)):
             return _global_generator, name
         if is_marker(obj) and (place := self._markers.of(obj)):
-            return marker_at, place
+            return marker_at, (*place, type(obj))
         if isinstance(obj, LIVE):
             raise TypeError(
                 f"cannot pickle a {type(obj).__name__}: a copy would not be "

@@ -232,3 +232,14 @@ def test_a_marker_of_a_class_of_ones_own_is_the_same_object_in_workers():
     use = lambda held, _: held[0] is conf.UNSET and conf.UNSET is not None  # noqa: E731
     with Holds([conf.UNSET], use, **_PROCESSES) as dataset:
         assert [bool(batch) for batch in dataset] == [True] * 3
+
+
+@pytest.mark.parametrize("name", ["UNSET", "table_or_none", "new"])
+def test_an_object_without_attributes_that_the_program_sets_travels(
+    name, monkeypatch
+):
+    marker = conf.Unset()
+    monkeypatch.setattr(conf, name, marker, raising=False)
+    use = lambda held, _: held[0] is getattr(conf, "UNSET", None)  # noqa: E731
+    with Holds([marker], use, **_PROCESSES) as dataset:
+        assert [bool(batch) for batch in dataset] == [name == "UNSET"] * 3
