@@ -19,8 +19,8 @@ from keras_fastdata.engine.told_state import (
     NOTHING_TOLD,
     StateLostError,
     current,
-    part_of,
 )
+from keras_fastdata.engine.variable_parts import part_of
 from keras_fastdata.workers.base import LACKS, ONCE
 
 DIFFERS = (

@@ -1,53 +1,32 @@
-"""Sets what a worker process is told of global state.
+"""Receives in a worker process what the trainer tells it of global state.
 
 A module is told when it is imported, or else at once.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import copy
 import dataclasses
+import enum
 import functools
 import importlib.abc
 import importlib.machinery
 import logging
-import mmap
 import sys
-import types
 from typing import Any
 
-import numpy as np
-
-from keras_fastdata._modules import is_users_class
-from keras_fastdata.building.assignments import cells_of
-from keras_fastdata.building.attributes import attributes_of, slot_values
-from keras_fastdata.building.cached_functions import calls_of
-from keras_fastdata.building.variables import (
-    ABSENT,
-    NAMESPACES,
-    CellName,
-    Inside,
-    ItemKey,
-    Kept,
-    PartKey,
-    Path,
-    Step,
-    name_of,
-    part_at,
-)
+from keras_fastdata.building.variables import Path, name_of
 from keras_fastdata.engine import framework_settings
 from keras_fastdata.engine.framework_settings import SettingsByModule
-from keras_fastdata.engine.kinds import bare_kind_of, is_frozen, kind_of
+from keras_fastdata.engine.giving import give, is_of_kind, separate
 from keras_fastdata.engine.module_sources import NO_SOURCES, PackedSources
 from keras_fastdata.engine.plain_values import is_equal
 from keras_fastdata.engine.told_forms import ToldForm
 from keras_fastdata.engine.told_import import ToldLoader, spec_of
 from keras_fastdata.errors import LoaderError
-from keras_fastdata.memory.shared_arrays import owner_of
 from keras_fastdata.workers.base import LACKS, ONCE
 
+Place = tuple[str, Path]  # a module, and a path in it
 ValuesByModule = dict[str, dict[Path, Any]]  # by module and path
 KindsByModule = dict[str, dict[Path, tuple[str, str]]]  # see `kind_of`
 
@@ -64,12 +43,6 @@ _TRAINS = (
     "training process imported it: the worker would train, too. Put the "
     "training into a function that you call after the import."
 )
-
-# What `_fill` knows to fill; a subclass comes before its base class.
-_FILLED = (list, collections.deque, set, collections.OrderedDict, dict)
-
-# Owners of variables that have one object under all names.
-_NEVER_COPIED = (type, types.ModuleType, types.FunctionType)
 
 _log = logging.getLogger("keras_fastdata")
 
@@ -100,299 +73,151 @@ class Told:
 NOTHING_TOLD = Told({}, {}, {}, {}, is_strict=False)
 
 
-def _take_on(
-    settings: SettingsByModule,
-    values: ValuesByModule,
-    kinds: KindsByModule,
-    results: KindsByModule,
-    is_strict: bool,
-    sources: PackedSources,
-    scripts: frozenset[str],
-) -> Told:
+def _take_on(*fields: Any) -> Told:
     """Sets values in modules, immediately or when a module is imported."""
-    told = Told(settings, values, kinds, results, is_strict, sources, scripts)
-    before = _AfterImport.told
-    _AfterImport.told, _AfterImport.are_all_there = told, False
-    for name in {**settings, **values, **kinds}:
-        _tell(name, before)
+    told = Told(*fields)
+    _received.take_on(told)
     if _AfterImport not in sys.meta_path:
         sys.meta_path.insert(0, _AfterImport)
     return told
 
 
-def _tell(name: str, known: Told | None = None) -> None:
-    """Sets the received values in a module, if the module is imported.
-
-    Args:
-        name: The module's name.
-        known: What the module was told before. What the trainer has not changed
-            since then is the worker's own: `on_worker_start` may have set it.
-    """
-    module: Any = sys.modules.get(name)
-    if module is None:
-        return
-    told, known = _AfterImport.told, known or NOTHING_TOLD
-    former = known.values.get(name, {})
-    for path, given in told.values.get(name, {}).items():
-        if path in former and is_equal(former[path], given):
-            continue
-        if _give(module, path, given):
-            _AfterImport.given.append((name, path))
-        else:
-            _AfterImport.late.append((name, path))
-    for path, kind in told.kinds.get(name, {}).items():
-        if path in known.kinds.get(name, {}) or _is_of_kind(module, path, kind):
-            continue
-        _AfterImport.late.append((name, path))
-    had = known.settings.get(name, {})
-    settings = {
-        key: value
-        for key, value in told.settings.get(name, {}).items()
-        if key not in had or had[key] != value
-    }
-    with contextlib.suppress(Exception):  # another version may lack it
-        framework_settings.write(name, module, settings)
-
-
-def _give(
-    module: Any, path: Path, given: Any, *, is_whole: bool = False
-) -> bool:
-    """Sets a variable; returns whether the user's class lets it be set.
-
-    `is_whole` is whether a value with another content is also set anew, and not
-    only one of another kind.
-    """
-    try:
-        value = copy.deepcopy(given)  # the worker may edit its own
-        *owners, last = path
-        owner = functools.reduce(part_of, owners, module)
-        before = part_of(owner, last)
-    except Exception:
-        return True  # it may be made later
-    with contextlib.suppress(Exception):
-        if isinstance(value, ToldForm):
-            lacks = value.differs if is_whole else value.is_missing
-            is_lacking = lacks(before)
-        else:
-            is_lacking = not is_equal(before, value)
-        if is_lacking:
-            value = _made(value)
-            if not _fill(before, value):
-                _set_part(owner, last, value)
-        return True
-    return False
-
-
 def finish() -> None:
     """Gives variables the rest of the values, once all modules are there."""
-    _AfterImport.are_all_there = True
-    _complete()
-
-
-def _complete() -> None:
-    """Gives variables what they lack after all of their parts were told.
-
-    A value may have needed a module that was imported later, or half.
-    """
-    told = _AfterImport.told
-    given, _AfterImport.given = _AfterImport.given, []
-    late, _AfterImport.late = _AfterImport.late, []
-    values = {
-        (name, path): told.values[name][path]
-        for name, path in sorted(
-            [*given, *late], key=lambda place: len(place[1])
-        )
-        if path in told.values.get(name, {})
-    }
-    for (name, path), value in values.items():
-        if (name, path) in late or isinstance(value, ToldForm):
-            _give(sys.modules[name], path, value, is_whole=True)
-    _separate(values)
-    lost: set[tuple[str, Path]] = set()
-    for name, path in sorted(late, key=lambda place: len(place[1])):
-        module = sys.modules[name]
-        if not lost.isdisjoint((name, path[:n]) for n in range(len(path))):
-            continue  # it is a part of what is lost
-        if not (
-            _give(module, path, values[name, path])
-            if (name, path) in values
-            else _is_of_kind(module, path, told.kinds[name][path])
-        ):
-            lost.add((name, path))
-            _lose(name, path)
-
-
-def _separate(values: dict[tuple[str, Path], Any]) -> None:
-    """Gives variables objects of their own if the trainer's are not one object.
-
-    After the import of a module, two names may stand for one object, which the
-    program has then replaced under one of the names. Each variable has been
-    given its value, and the last one of those that share an object has changed
-    the others.
-    """
-    for (name, path), value in values.items():
-        with contextlib.suppress(Exception):  # the user's class may refuse
-            owner = _found(name, path[:-1])
-            if _has(part_of(owner, path[-1]), value):
-                continue
-            if len(path) > 1 and not isinstance(owner, _NEVER_COPIED):
-                holder = _found(name, path[:-2])
-                owner = copy.copy(owner)
-                _set_part(holder, path[-2], owner)
-            _set_part(owner, path[-1], _made(copy.deepcopy(value)))
-
-
-def _found(name: str, path: Path) -> Any:
-    return functools.reduce(part_of, path, sys.modules[name])
-
-
-def _has(value: Any, given: Any) -> bool:
-    """Returns whether a variable has the value that it was given."""
-    if isinstance(given, ToldForm):
-        return not given.differs(value)
-    return is_equal(value, given)
-
-
-def _made(given: Any) -> Any:
-    return given.make() if isinstance(given, ToldForm) else given
-
-
-def _lose(name: str, path: Path) -> None:
-    """Logs once for all workers that they lack the value of a variable.
-
-    Raises:
-        StateLostError: It was told to be strict.
-    """
-    lost = name_of(name, path)
-    if _AfterImport.told.is_strict:
-        raise StateLostError(LOST % (lost, name))
-    _log.warning(LOST, lost, name, extra={ONCE: f"{LACKS}{lost}"})
-
-
-def _is_of_kind(module: Any, path: Path, kind: tuple[str, str]) -> bool:
-    """Returns whether a variable has a value of a kind, or has none yet."""
-    try:
-        value = functools.reduce(part_of, path, module)
-        return value is ABSENT or kind in (bare_kind_of(value), kind_of(value))
-    except Exception:  # the user's class may refuse
-        return True
-
-
-def _fill(container: Any, value: Any) -> bool:
-    """Gives a container or array the items of another one, if it can.
-
-    Default values, closures and other modules may hold that container. An
-    array that is a file mapped into memory stays as it is.
-    """
-    kind: Any = type(value)
-    if container is value:  # a class with one object returns that one
-        return True
-    if type(container) is not kind:
-        return False
-    if kind is np.ndarray:
-        is_alike = container.dtype == value.dtype
-        is_alike = is_alike and container.shape == value.shape
-        is_file = isinstance(owner_of(container).base, mmap.mmap)
-        if is_alike and container.flags.writeable and not is_file:
-            container[...] = value
-            return True
-        return False
-    if kind in NAMESPACES:
-        container, value = vars(container), vars(value)
-    if isinstance(value, collections.defaultdict):
-        container.default_factory = value.default_factory
-    for base in _FILLED:
-        if isinstance(value, base):
-            _fill_as(base, container, value)
-            dict.update(attributes_of(container), attributes_of(value))
-            return True
-    # No class, no member of an enumeration, no tuple.
-    is_object = all(map(is_users_class, kind.__mro__[:-1]))
-    if is_object := is_object and not is_frozen(value):
-        _fill_attributes(container, value)
-    return is_object
-
-
-def _fill_attributes(container: Any, value: Any) -> None:
-    attributes = attributes_of(container)
-    attributes.clear()
-    attributes.update(attributes_of(value))
-    for name, slot in slot_values(value):
-        setattr(container, name, slot)
-
-
-def _fill_as(base: Any, container: Any, value: Any) -> None:
-    """Fills an instance of a subclass without the subclass's own methods."""
-    base.clear(container)
-    if issubclass(base, dict):
-        for key, item in base.items(value):
-            base.__setitem__(container, key, item)
-    else:
-        fill = base.update if base is set else base.extend
-        fill(container, base.__iter__(value))
-
-
-def _unwrapped(owner: Any) -> Any:
-    """Returns the function in a static or class method."""
-    is_method = isinstance(owner, (staticmethod, classmethod))
-    return owner.__func__ if is_method else owner
-
-
-def _set_part(owner: Any, step: Step, value: Any) -> None:
-    owner = _unwrapped(owner)
-    if isinstance(step, ItemKey):
-        owner[step.key] = value
-    elif isinstance(step, CellName):
-        cells_of(owner)[step.name].cell_contents = value
-    elif isinstance(step, str):
-        kept = getattr(owner, "__dict__", None)
-        if isinstance(kept, dict) and step in kept:
-            kept[step] = value  # not by a setter, which may convert again
-        else:
-            setattr(owner, step, value)
+    _received.finish()
 
 
 def current() -> Told:
     """Returns what this worker was told last."""
-    return _AfterImport.told
+    return _received.told
 
 
-def part_of(owner: Any, step: Step) -> Any:
-    """Returns an item, or an attribute that the object itself has."""
-    owner = _unwrapped(owner)
-    if isinstance(step, (ItemKey, PartKey)):
-        return owner[step.key]
-    if isinstance(step, CellName):
-        return cells_of(owner)[step.name].cell_contents
-    if isinstance(step, Inside):
-        return part_at(owner, step.number)
-    if isinstance(step, Kept):
-        return dict(calls_of(owner))[step.call]
-    is_function = isinstance(owner, types.FunctionType)
-    if step == "__bases__" or (is_function and hasattr(type(owner), step)):
-        return getattr(owner, step)  # not in its `__dict__`
-    # That of a slot is not in there, and an inherited one is not its own.
-    kept = getattr(owner, "__dict__", {})
-    if step in kept:
-        return kept[step]
-    return dict(slot_values(owner)).get(step, ABSENT)
+class _Stage(enum.Enum):
+    """How far the modules are that the dataset needs.
+
+    Each state that arrives begins with LOADING; `finish` leads to LOADED.
+    """
+
+    LOADING = enum.auto()  # some may not be imported yet
+    LOADED = enum.auto()  # a module that is imported now is completed at once
+
+
+class _Received:
+    """What this worker was told, and what it has not done yet."""
+
+    def __init__(self) -> None:
+        self.told = NOTHING_TOLD
+        self._stage = _Stage.LOADED
+        # Variables that were given a value since the latest `_complete`.
+        self._given: list[Place] = []
+        # Those whose value may need another module, which is half imported.
+        self._late: list[Place] = []
+
+    def take_on(self, told: Told) -> None:
+        """Sets the values that differ from those of the state before."""
+        before, self.told = self.told, told
+        self._stage = _Stage.LOADING
+        for name in {**told.settings, **told.values, **told.kinds}:
+            self._tell(name, before)
+
+    def finish(self) -> None:
+        """Notes that all modules are there which the dataset needs."""
+        self._stage = _Stage.LOADED
+        self._complete()
+
+    def note_import(self, name: str) -> None:
+        """Sets values in a module that was imported just now."""
+        self._tell(name, NOTHING_TOLD)
+        if self._stage is _Stage.LOADED:
+            self._complete()
+
+    def _tell(self, name: str, known: Told) -> None:
+        """Sets the received values in a module, if the module is imported.
+
+        Args:
+            name: The module's name.
+            known: What the module was told before. What the trainer has not
+                changed since then is the worker's own: `on_worker_start` may
+                have set it.
+        """
+        module: Any = sys.modules.get(name)
+        if module is None:
+            return
+        former = known.values.get(name, {})
+        for path, given in self.told.values.get(name, {}).items():
+            if path in former and is_equal(former[path], given):
+                continue
+            is_given = give(module, path, given)
+            (self._given if is_given else self._late).append((name, path))
+        for path, kind in self.told.kinds.get(name, {}).items():
+            is_known = path in known.kinds.get(name, {})
+            if not is_known and not is_of_kind(module, path, kind):
+                self._late.append((name, path))
+        had = known.settings.get(name, {})
+        settings = {
+            key: value
+            for key, value in self.told.settings.get(name, {}).items()
+            if key not in had or had[key] != value
+        }
+        with contextlib.suppress(Exception):  # another version may lack it
+            framework_settings.write(name, module, settings)
+
+    def _complete(self) -> None:
+        """Gives variables what they lack after all of their parts were told.
+
+        A value may have needed a module that was imported later, or half.
+        """
+        given, self._given = self._given, []
+        late, self._late = sorted(self._late, key=_depth), []
+        values = {
+            (name, path): self.told.values[name][path]
+            for name, path in sorted([*given, *late], key=_depth)
+            if path in self.told.values.get(name, {})
+        }
+        for (name, path), value in values.items():
+            if (name, path) in late or isinstance(value, ToldForm):
+                give(sys.modules[name], path, value, is_whole=True)
+        separate(values)
+        lost: set[Place] = set()
+        for name, path in late:
+            if not lost.isdisjoint((name, path[:n]) for n in range(len(path))):
+                continue  # it is a part of what is lost
+            module = sys.modules[name]
+            if not (
+                give(module, path, values[name, path])
+                if (name, path) in values
+                else is_of_kind(module, path, self.told.kinds[name][path])
+            ):
+                lost.add((name, path))
+                self._lose(name, path)
+
+    def _lose(self, name: str, path: Path) -> None:
+        """Logs once for all workers that they lack the value of a variable.
+
+        Raises:
+            StateLostError: This worker was told to be strict.
+        """
+        lost = name_of(name, path)
+        if self.told.is_strict:
+            raise StateLostError(LOST % (lost, name))
+        _log.warning(LOST, lost, name, extra={ONCE: f"{LACKS}{lost}"})
+
+
+def _depth(place: Place) -> int:
+    return len(place[1])
+
+
+_received = _Received()
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Sets values in a module right after its import."""
-
-    told = NOTHING_TOLD
-    # The variables that were given a value since the latest `finish`.
-    given: list[tuple[str, Path]] = []
-    # Those whose value may need another module, which is half imported.
-    late: list[tuple[str, Path]] = []
-    are_all_there = False  # the modules that the dataset needs
+    """Has values set in a module right after its import."""
 
     @classmethod
     def find_spec(
         cls, name: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        told = cls.told
+        told = _received.told
         if name in told.scripts:
             raise LoaderError(_TRAINS % name)
         sources = told.sources.sources
@@ -403,12 +228,6 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         folder = ""
         if source is not None and "os" in told.settings:  # not on Ray
             folder = source.folder
-        loader = functools.partial(ToldLoader, folder=folder, after=cls.tell)
+        after = _received.note_import
+        loader = functools.partial(ToldLoader, folder=folder, after=after)
         return spec_of(name, path, target, source, loader, but=cls)
-
-    @classmethod
-    def tell(cls, name: str) -> None:
-        """Sets values in a module that was imported just now."""
-        _tell(name)
-        if cls.are_all_there:
-            _complete()

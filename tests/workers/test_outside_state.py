@@ -407,7 +407,7 @@ def test_a_map_in_a_worker_is_not_filled(patch, tmp_path):
         np.save(tmp_path / f"{name}.npy", np.full(3, number))
         maps.append(np.load(tmp_path / f"{name}.npy", mmap_mode="r+"))
     patch.setattr(sys, "meta_path", [*sys.meta_path])
-    patch.setattr(told_state._AfterImport, "told", told_state.NOTHING_TOLD)
+    patch.setattr(told_state, "_received", told_state._Received())
     patch.setattr(conf, "value", maps[1])
     state = OutsideState()
     dataset = UsesValues()
@@ -2026,7 +2026,7 @@ def test_a_value_that_the_program_sets_before_the_first_epoch_is_not_lost(
         patch.setattr(conf, "value", copy.copy(at_import))
         patch.setattr(conf.held, "value", copy.copy(at_import))
         caplog.clear()
-        patch.setattr(told_state._AfterImport, "told", told_state.NOTHING_TOLD)
+        patch.setattr(told_state, "_received", told_state._Received())
         cloudpickle.loads(sent)  # as in a new worker
         told_state.finish()
         is_lost = is_other and what in _OTHER_VALUES
@@ -2048,7 +2048,7 @@ def test_a_value_that_the_program_sets_before_the_first_epoch_is_not_lost(
 )
 def test_names_of_one_object_may_get_objects_of_their_own(make, patch):
     patch.setattr(sys, "meta_path", [*sys.meta_path])
-    patch.setattr(told_state._AfterImport, "told", told_state.NOTHING_TOLD)
+    patch.setattr(told_state, "_received", told_state._Received())
     state, dataset = OutsideState(), UsesValues()
     patch.setattr(conf, "value", make(2))
     patch.setattr(conf.held, "value", make(3))
