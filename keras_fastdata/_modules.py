@@ -33,6 +33,8 @@ _SCRIPTS = {"__main__", "__mp_main__"}
 MADE_BY_CODE = 1 << 9  # the flag of a class that a class statement made
 # The names that code uses to find a variable by a text.
 _BY_TEXT = {"__dict__", "attrgetter", "getattr", "globals", "vars"}
+# The functions that import a module which a text names.
+_IMPORTING = {"import_module", "__import__"}
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
@@ -182,10 +184,15 @@ def imports_in(
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yields each module that a code object imports, and the imported names.
 
-    Code objects nested inside it are included. Relative imports begin at
-    `package`.
+    Code objects nested inside it are included, and modules that are named in a
+    text. Relative imports begin at `package`.
     """
     for part in nested_code(code):
+        if not _IMPORTING.isdisjoint(part.co_names):
+            for text in part.co_consts:
+                if isinstance(text, str) and _is_dotted(text):
+                    with contextlib.suppress(ImportError):
+                        yield importlib.util.resolve_name(text, package), ()
         loaded: list[Any] = []
         for step in instructions(part):
             if step.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
@@ -196,6 +203,11 @@ def imports_in(
                     module = "." * level + step.argval
                     name = importlib.util.resolve_name(module, package)
                     yield name, names or ()
+
+
+def _is_dotted(text: str) -> bool:
+    """Returns whether a text may be the name of a module."""
+    return all(name.isidentifier() for name in text.lstrip(".").split("."))
 
 
 def installed_imports(names: Iterable[str]) -> tuple[str, ...]:

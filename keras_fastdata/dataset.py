@@ -287,7 +287,7 @@ class FastPyDataset(_Base):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        module_sources.note_folder()  # before the program may change it
+        module_sources.notice_modules()
         for name in _NOTICED_METHODS:
             method = getattr(cls, name)  # possibly a mixin's
             if isinstance(method, types.FunctionType) and not (

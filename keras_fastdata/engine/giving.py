@@ -34,6 +34,8 @@ def give(
         before = part_of(owner, last)
     except Exception:
         return True  # it may be made later
+    if owner is ABSENT:
+        return True
     with contextlib.suppress(Exception):
         if isinstance(value, ToldForm):
             lacks = value.differs if is_whole else value.is_missing
@@ -59,7 +61,7 @@ def separate(values: dict[tuple[str, Path], Any]) -> None:
     for (name, path), value in values.items():
         with contextlib.suppress(Exception):  # the user's class may refuse
             owner = _found(name, path[:-1])
-            if _has(part_of(owner, path[-1]), value):
+            if owner is ABSENT or _has(part_of(owner, path[-1]), value):
                 continue
             if len(path) > 1 and not isinstance(owner, _NEVER_COPIED):
                 holder = _found(name, path[:-2])

@@ -27,6 +27,12 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata._modules import current_folder, is_users_file
+from keras_fastdata.engine.seen_values import (
+    Seen,
+    seen_by,
+    settings_of_all,
+    users_among,
+)
 
 _MOST_BYTES = 8 << 20  # of all sources, compressed
 
@@ -37,15 +43,19 @@ class SourceFile(NamedTuple):
     path: str
     modified_ns: int
     nbytes: int
-    text: bytes  # compressed
+    text: bytes  # compressed; b"" if it is not a file of Python code
     folder: str  # in which the program imported it; "" if unknown
+    seen: Seen  # the settings in other modules that it saw then
 
     @staticmethod
-    def of(path: str, folder: str) -> SourceFile:
+    def of(path: str, folder: str, seen: Seen) -> SourceFile:
+        if not path.endswith(".py") or not os.path.isfile(path):
+            return SourceFile(path, 0, 0, b"", folder, seen)
         with open(path, "rb") as file:
             text = zlib.compress(file.read())
             found = os.fstat(file.fileno())
-        return SourceFile(path, found.st_mtime_ns, found.st_size, text, folder)
+        stamp = found.st_mtime_ns, found.st_size
+        return SourceFile(path, *stamp, text, folder, seen)
 
     @property
     def is_package(self) -> bool:
@@ -68,7 +78,7 @@ class SourceFile(NamedTuple):
         """Whether the file is Python code."""
         try:
             compile(zlib.decompress(self.text), self.path, "exec")
-        except (SyntaxError, ValueError):
+        except (SyntaxError, ValueError, zlib.error):
             return False
         return True
 
@@ -108,20 +118,42 @@ class _Known(NamedTuple):
 _known: dict[str, _Known] = {}
 
 
-class _Folders:
-    """The current folder, by module, when the module was first noticed."""
+class _Notice(NamedTuple):
+    """What there was when a module was first noticed."""
 
-    of: dict[str, str] = {}
+    spec: Any  # another one for each import
+    folder: str  # the current folder
+    settings: Seen  # those of the user's modules
+
+
+class _Notices:
+    """Notices, by module."""
+
+    of: dict[str, _Notice] = {}
 
     @classmethod
     def look(cls) -> None:
-        """Notes the current folder for modules that are new."""
-        if new := sys.modules.keys() - cls.of.keys():
-            cls.of.update(dict.fromkeys(new, current_folder()))
+        """Notes what there is now for modules that were imported since."""
+        new = {
+            name: spec
+            for name, module in list(sys.modules.items())
+            if (spec := _spec_of(module)) is not None
+            and (name not in cls.of or cls.of[name].spec is not spec)
+        }
+        if new:
+            settings = settings_of_all() if users_among(new) else {}
+            folder = current_folder()
+            for name, spec in new.items():
+                cls.of[name] = _Notice(spec, folder, settings)
 
 
-note_folder = _Folders.look
-note_folder()
+def _spec_of(module: Any) -> Any:
+    is_module = isinstance(module, types.ModuleType)
+    return vars(module).get("__spec__") if is_module else None
+
+
+notice_modules = _Notices.look
+notice_modules()
 
 
 class _Users:
@@ -201,12 +233,14 @@ def _sources() -> Sources:
     found: Sources = {}
     nbytes = 0
     _Users.look()
-    note_folder()
+    notice_modules()
     for name, module in _Users.modules.items():
         held = vars(module)
         known = _known.get(name)
         if known is None or not known.is_current(held):
-            file = _file_at(held["__file__"], _Folders.of.get(name, ""))
+            notice = _Notices.of[name]
+            seen = seen_by(name, notice.settings)
+            file = _file_at(held["__file__"], notice.folder, seen)
             if known is not None and not (file and file.can_be_compiled):
                 file = known.file  # the program runs on with the former code
             known = _known[name] = _Known(
@@ -237,11 +271,9 @@ def _codes_of(held: dict[str, Any]) -> list[types.CodeType]:
     ]
 
 
-def _file_at(path: str, folder: str) -> SourceFile | None:
-    if not path.endswith(".py"):
-        return None
+def _file_at(path: str, folder: str, seen: Seen) -> SourceFile | None:
     try:
-        return SourceFile.of(path, folder)
+        return SourceFile.of(path, folder, seen)
     except OSError:
         return None
 
@@ -267,7 +299,7 @@ def use_former(
     loader: importlib.machinery.SourceFileLoader, source: SourceFile
 ) -> None:
     """Has a loader run a former source, if the file has another one now."""
-    if source.is_there(loader.path):
+    if not source.text or source.is_there(loader.path):
         return
     text = zlib.decompress(source.text)
 

@@ -66,7 +66,8 @@ def code_form(variable: Variable, code: types.CodeType) -> SentCode | None:
     loader = getattr(getattr(module, "__spec__", None), "loader", None)
     if type(loader) is not importlib.machinery.SourceFileLoader:
         return None
-    if (source := known_source(variable.module)) is None:
+    source = known_source(variable.module)
+    if source is None or not source.text:
         return None
     digest, name = _digest_of(code), ".".join(map(str, variable.path[:-1]))
     if _alone_in(source.text, source.path).get(name) == digest:

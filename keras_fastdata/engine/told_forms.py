@@ -61,17 +61,17 @@ class ToldForm:
 
 @dataclasses.dataclass(frozen=True)
 class Named(ToldForm):
-    """Describes a function or class by its name."""
+    """Describes a function or class by its name, or a module."""
 
     module: str
-    name: str
+    name: str  # "" if it is a module
 
     def is_missing(self, before: Any) -> bool:
         return _named(before) != self
 
     def make(self) -> Any:
         module = importlib.import_module(self.module)
-        return operator.attrgetter(self.name)(module)
+        return operator.attrgetter(self.name)(module) if self.name else module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,7 @@ def told_form(variable: Variable, value: Any) -> Any:
     is_there = has_attributes and not variable.is_assigned
     if is_there and len(variable.path) > _MOST_STEPS:
         return NOT_TOLD
-    return _pickled(value) or NOT_TOLD
+    return pickled(value) or NOT_TOLD
 
 
 def can_be_told(value: Any) -> bool:
@@ -132,11 +132,16 @@ def can_be_told(value: Any) -> bool:
     # Code is told (see told_code.py), and so is the object of a method.
     if isinstance(value, (types.CodeType, types.MethodType)):
         return True
-    return can_be_sent(value) or None is not (_named(value) or _pickled(value))
+    return can_be_sent(value) or None is not (_named(value) or pickled(value))
 
 
 def _named(value: Any) -> Named | None:
-    """Returns the name of a function or class, if workers can import it."""
+    """Returns the name of what workers can import."""
+    if isinstance(value, types.ModuleType):
+        name = str(vars(value).get("__name__"))
+        can_import = sys.modules.get(name) is value and not is_main(name)
+        is_told = can_import and not is_left_out_module(name)
+        return Named(name, "") if is_told else None
     if not isinstance(value, _NAMED):
         return None
     is_ufunc = isinstance(value, np.ufunc)
@@ -152,7 +157,7 @@ def _named(value: Any) -> Named | None:
 
 
 @once_if_slow
-def _pickled(value: Any) -> Pickled | None:
+def pickled(value: Any) -> Pickled | None:
     """Pickles a value, if it is no code and its pickle is small."""
     kind: Any = type(value)
     if isinstance(value, CODE_TYPES) or is_left_out(kind):

@@ -6,6 +6,7 @@ has imported it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -21,14 +22,17 @@ from keras_fastdata.engine.module_sources import (
 
 
 class ToldLoader(importlib.abc.Loader):
-    """Runs a module with its own loader, and calls `after` with its name."""
+    """Runs a module with its own loader, within what `around` returns."""
 
     def __init__(
-        self, loader: Any, folder: str, after: Callable[[str], None]
+        self,
+        loader: Any,
+        folder: str,
+        around: Callable[[str], contextlib.AbstractContextManager[None]],
     ) -> None:
         self._loader = loader
         self._folder = folder
-        self._after = after
+        self._around = around
 
     def create_module(
         self, spec: importlib.machinery.ModuleSpec
@@ -42,9 +46,8 @@ class ToldLoader(importlib.abc.Loader):
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        with in_folder(self._folder):
+        with self._around(module.__name__), in_folder(self._folder):
             self._loader.exec_module(module)
-        self._after(module.__name__)
 
 
 def spec_of(
@@ -71,7 +74,7 @@ def spec_of(
             spec = finder.find_spec(name, path, target)
         if spec is not None:
             break
-    if source is not None:
+    if source is not None and source.text:
         if spec is None or (
             source.is_package is (spec.submodule_search_locations is None)
         ):

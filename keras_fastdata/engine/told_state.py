@@ -13,14 +13,20 @@ import importlib.abc
 import importlib.machinery
 import logging
 import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from keras_fastdata.building.variables import Path, name_of
 from keras_fastdata.engine import framework_settings
 from keras_fastdata.engine.framework_settings import SettingsByModule
 from keras_fastdata.engine.giving import give, is_of_kind, separate
-from keras_fastdata.engine.module_sources import NO_SOURCES, PackedSources
+from keras_fastdata.engine.module_sources import (
+    NO_SOURCES,
+    PackedSources,
+    Sources,
+)
 from keras_fastdata.engine.plain_values import is_equal
+from keras_fastdata.engine.seen_values import Seen
 from keras_fastdata.engine.told_forms import ToldForm
 from keras_fastdata.engine.told_import import ToldLoader, spec_of
 from keras_fastdata.errors import LoaderError
@@ -67,18 +73,35 @@ class Told:
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = (getattr(self, each.name) for each in dataclasses.fields(self))
-        return _take_on, tuple(fields)
+        return _take_on, (_Beginning(self.sources, self.scripts), *fields)
+
+
+class _Beginning(NamedTuple):
+    """What a worker needs before it can unpickle values of the user's classes.
+
+    It imports their modules then.
+    """
+
+    sources: PackedSources
+    scripts: frozenset[str]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _begin, tuple(self)
+
+
+def _begin(sources: PackedSources, scripts: frozenset[str]) -> None:
+    _received.begin(sources, scripts)
+    if _AfterImport not in sys.meta_path:
+        sys.meta_path.insert(0, _AfterImport)
 
 
 NOTHING_TOLD = Told({}, {}, {}, {}, is_strict=False)
 
 
-def _take_on(*fields: Any) -> Told:
+def _take_on(_: Any, *fields: Any) -> Told:
     """Sets values in modules, immediately or when a module is imported."""
     told = Told(*fields)
     _received.take_on(told)
-    if _AfterImport not in sys.meta_path:
-        sys.meta_path.insert(0, _AfterImport)
     return told
 
 
@@ -95,7 +118,7 @@ def current() -> Told:
 class _Stage(enum.Enum):
     """How far the modules are that the dataset needs.
 
-    Each state that arrives begins with LOADING; `finish` leads to LOADED.
+    `begin` leads to LOADING, and `finish` to LOADED.
     """
 
     LOADING = enum.auto()  # some may not be imported yet
@@ -107,16 +130,24 @@ class _Received:
 
     def __init__(self) -> None:
         self.told = NOTHING_TOLD
+        self.sources: Sources = {}
+        self.scripts: frozenset[str] = frozenset()
         self._stage = _Stage.LOADED
         # Variables that were given a value since the latest `_complete`.
         self._given: list[Place] = []
         # Those whose value may need another module, which is half imported.
         self._late: list[Place] = []
+        # What the modules saw that are being imported, from outer to inner.
+        self._importing: list[Seen] = []
+
+    def begin(self, sources: PackedSources, scripts: frozenset[str]) -> None:
+        """Notes what the imports need that follow."""
+        self.sources, self.scripts = sources.sources, scripts
+        self._stage = _Stage.LOADING
 
     def take_on(self, told: Told) -> None:
         """Sets the values that differ from those of the state before."""
         before, self.told = self.told, told
-        self._stage = _Stage.LOADING
         for name in {**told.settings, **told.values, **told.kinds}:
             self._tell(name, before)
 
@@ -125,11 +156,37 @@ class _Received:
         self._stage = _Stage.LOADED
         self._complete()
 
-    def note_import(self, name: str) -> None:
-        """Sets values in a module that was imported just now."""
+    @contextlib.contextmanager
+    def around_import(self, name: str) -> Iterator[None]:
+        """Has a module see what it saw in the trainer while it is imported.
+
+        Sets the received values in the module afterwards.
+        """
+        source = self.sources.get(name)
+        seen = {} if source is None else source.seen
+        for module in seen:
+            self._show(module, seen)
+        self._importing.append(seen)
+        try:
+            yield
+        finally:
+            self._importing.pop()
         self._tell(name, NOTHING_TOLD)
-        if self._stage is _Stage.LOADED:
+        for seen in self._importing:  # the innermost is the last
+            self._show(name, seen)
+        if self._stage is _Stage.LOADED and not self._importing:
             self._complete()
+
+    def _show(self, name: str, seen: Seen) -> None:
+        """Sets the settings of a module that another one saw at its import."""
+        module = sys.modules.get(name)
+        if module is None:
+            return
+        told = self.told.values.get(name, {})
+        for key, value in seen.get(name, {}).items():
+            give(module, (key,), value, is_whole=True)
+            # Later they have the present values again.
+            self._late += [(name, path) for path in told if path[0] == key]
 
     def _tell(self, name: str, known: Told) -> None:
         """Sets the received values in a module, if the module is imported.
@@ -217,10 +274,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         cls, name: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        told = _received.told
-        if name in told.scripts:
+        told, sources = _received.told, _received.sources
+        if name in _received.scripts:
             raise LoaderError(_TRAINS % name)
-        sources = told.sources.sources
         of_all = told.settings, told.values, told.kinds, sources
         if not any(name in of_some for of_some in of_all):
             return None
@@ -228,6 +284,6 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         folder = ""
         if source is not None and "os" in told.settings:  # not on Ray
             folder = source.folder
-        after = _received.note_import
-        loader = functools.partial(ToldLoader, folder=folder, after=after)
+        around = _received.around_import
+        loader = functools.partial(ToldLoader, folder=folder, around=around)
         return spec_of(name, path, target, source, loader, but=cls)

@@ -96,7 +96,59 @@ class Has:
     def value(cls): return 1
 def value(): return Has.value()
 """,
+    "a function that exists for one value alone": """
+if config.size == 2:
+    def more(): return 1
+def value(): return 1 + ("more" in globals())
+""",
+    "a method that exists for one value alone": """
+class Base:
+    def value(self): return 1
+class Has(Base):
+    if config.size == 2:
+        def value(self): return 2
+def value(): return Has().value()
+""",
+    "a member of an enumeration": """
+import enum
+class Has(enum.Enum):
+    A = config.size
+def value(): return Has.A.value
+""",
+    "a module": """
+if config.size == 1:
+    import choice_one as chosen
+else:
+    import choice_two as chosen
+def value(): return chosen.value
+""",
+    "a large table": """
+table = [config.size] * 300_000
+def value(): return table[-1]
+""",
+    "what a class does for its subclasses": """
+class Base:
+    def __init_subclass__(cls, **kwargs): cls.size = config.size
+class Has(Base): pass
+def value(): return Has.size
+""",
+    "an object with settings": """
+CHOSEN = config.settings.size
+if CHOSEN == 1:
+    def value(): return 1
+else:
+    class Value:
+        def __call__(self): return 2
+    value = Value()
+""",
 }
+_CONFIG = """
+import types
+size = 1
+class Settings: pass
+settings = Settings()
+settings.size = 1
+"""
 
 
 @pytest.fixture
@@ -129,17 +181,39 @@ def _epochs(make, change):
 def test_what_a_module_chose_by_a_value_stays_chosen(
     choice, is_set_before, write
 ):
-    write("choice_config", "size = 1")
+    write("choice_config", _CONFIG)
     write("choice_data", _DATA.format(_CHOICES[choice]))
+    write("choice_one", "value = 1")
+    write("choice_two", "value = 2")
     config = importlib.import_module("choice_config")
+
+    def set_size(size):
+        config.size = config.settings.size = size
+
     if is_set_before:
-        config.size = 2
+        set_size(2)
     data = importlib.import_module("choice_data")
     chosen, size = config.size, 3 - config.size
-    seen = _epochs(
-        lambda: data.Data(**_PROCESSES), lambda: setattr(config, "size", size)
-    )
+    seen = _epochs(lambda: data.Data(**_PROCESSES), lambda: set_size(size))
     assert seen == [[[chosen, 3 - size]] * 2, [[chosen, size]] * 2]
+
+
+@pytest.mark.parametrize("choice", ["a large table", "a module"])
+def test_it_stays_if_the_program_sets_the_value_before_the_first_epoch(
+    choice, write
+):
+    """As a script does that has all imports at its top."""
+    write("choice_config", _CONFIG)
+    write("choice_data", _DATA.format(_CHOICES[choice]))
+    write("choice_one", "value = 1")
+    write("choice_two", "value = 2")
+    config = importlib.import_module("choice_config")
+    data = importlib.import_module("choice_data")
+    config.size = 2
+    with data.Data(**_PROCESSES) as dataset:
+        for size in (2, 3):
+            config.size = size
+            assert [batch.tolist() for batch in dataset] == [[1, size]] * 2
 
 
 _LATE = """

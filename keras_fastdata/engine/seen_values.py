@@ -1,0 +1,168 @@
+"""Keeps the settings that a module saw in other modules while it was imported.
+
+`if config.FAST: def augment(x): ...` depends on `config.FAST` at that moment. A
+worker imports the module later, when the program may have changed the setting.
+So the trainer notes the settings of all modules as soon as there are new ones,
+and a worker has them while it imports these.
+
+Settings are values that are plain, or objects with such attributes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from keras_fastdata._modules import (
+    imports_in,
+    instructions,
+    is_main,
+    is_users,
+    is_users_class,
+    names_in,
+    nested_code,
+)
+from keras_fastdata.building.attributes import attributes_of
+from keras_fastdata.engine.plain_values import is_plain
+from keras_fastdata.engine.told_forms import pickled
+
+Seen = dict[str, dict[str, Any]]  # settings or their forms, by module and name
+
+_DEEPEST = 4  # levels of objects within settings
+_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+# Packages for settings.
+_OF_SETTINGS = ("omegaconf", "ml_collections")
+
+
+def users_among(names: Iterable[str]) -> list[str]:
+    """Returns the names of the user's modules among those of modules."""
+    is_top_users = functools.cache(is_users)
+    return [
+        name for name in list(names) if is_top_users(name.partition(".")[0])
+    ]
+
+
+def settings_of_all() -> Seen:
+    """Returns the settings that the user's modules have now."""
+    return {
+        name: settings
+        for name in users_among(sys.modules)
+        if not is_main(name) and (settings := dict(_settings_in(name)))
+    }
+
+
+def seen_by(name: str, settings: Seen) -> Seen:
+    """Returns those of the settings that a module could see at its import.
+
+    These have names that its code uses, or the code of modules that it imports.
+    What functions assign to their own module is no setting.
+    """
+    names: set[str] = set()
+    waiting = [name]
+    for module in waiting:  # grows
+        facts = _facts_of(module)
+        names |= facts.names
+        waiting += [
+            other
+            for other in facts.imported
+            if other in settings and other not in waiting
+        ]
+    return {
+        module: found
+        for module, values in settings.items()
+        if module != name
+        and (
+            found := {
+                key: values[key]
+                for key in sorted(names & values.keys())
+                if key not in _facts_of(module).assigned
+            }
+        )
+    }
+
+
+def _settings_in(name: str) -> Iterator[tuple[str, Any]]:
+    module = sys.modules.get(name)
+    if not isinstance(module, types.ModuleType):
+        return
+    for key, value in list(vars(module).items()):
+        if key.startswith("__"):
+            continue
+        if _is_of_python(value):
+            yield key, copy.deepcopy(value)
+        elif _is_settings(value) and (form := pickled(value)) is not None:
+            yield key, form
+
+
+def _is_of_python(value: Any) -> bool:
+    """Returns whether a plain value can be unpickled without an import."""
+    waiting: list[Any] = [value] if is_plain(value) else [sys]
+    for item in waiting:  # grows
+        if type(item) in (list, tuple, set, frozenset):
+            waiting += item
+        elif type(item) is dict:
+            waiting += [*item, *item.values()]
+        elif type(item) not in _SCALARS:
+            return False
+    return True
+
+
+def _is_settings(value: Any, deepest: int = _DEEPEST) -> bool:
+    kind: Any = type(value)
+    if is_plain(value):
+        return True
+    if kind.__module__.partition(".")[0] in _OF_SETTINGS:
+        return True
+    if isinstance(value, type) or not is_users_class(kind) or not deepest:
+        return False
+    parts = attributes_of(value).values()
+    return bool(parts) and all(
+        _is_settings(part, deepest - 1) for part in list(parts)
+    )
+
+
+class _Facts(NamedTuple):
+    """What the code of a module says."""
+
+    spec: Any  # of the import that this is about
+    names: frozenset[str]  # all that the code uses
+    imported: tuple[str, ...]  # modules, or what is imported from them
+    assigned: frozenset[str]  # global variables that functions assign
+
+
+_facts: dict[str, _Facts] = {}
+
+
+def _facts_of(name: str) -> _Facts:
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    known = _facts.get(name)
+    if known is not None and known.spec is spec:
+        return known
+    try:
+        assert spec is not None
+        code = spec.loader.get_code(name)
+        found = _read(spec, code, getattr(module, "__package__", None))
+    except Exception:  # it has no code, or somebody has edited the file
+        found = _Facts(spec, frozenset(), (), frozenset())
+    _facts[name] = found
+    return found
+
+
+def _read(spec: Any, code: types.CodeType, package: str | None) -> _Facts:
+    imported = tuple(
+        module
+        for base, parts in imports_in(code, package)
+        for module in (base, *(f"{base}.{part}" for part in parts))
+    )
+    assigned = frozenset(
+        str(step.argval)
+        for part in nested_code(code)
+        for step in instructions(part)
+        if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
+    )
+    return _Facts(spec, names_in(code), imported, assigned)
