@@ -13,6 +13,7 @@ import enum
 import functools
 import sys
 import types
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from keras_fastdata._modules import imports_in, instructions, nested_code
@@ -93,6 +94,22 @@ def names_of(code: types.CodeType, package: str | None) -> CodeNames:
         frozenset(imports_in(code, package)),
         frozenset(one._replace(is_item=False) for one in scan.assigned),
         frozenset(one._replace(is_item=False) for one in scan.edited),
+    )
+
+
+def changed_by(parts: Iterable[types.CodeType]) -> frozenset[str]:
+    """Returns names of what code changes: "b" of `a.b = 1` or `b.append(1)`.
+
+    Only of global variables, and what is in them. Code objects nested inside
+    `parts` are left out.
+    """
+    scan = _Scan()
+    for part in parts:
+        scan.follow(part)
+    return frozenset(
+        target.names[-1]
+        for target in scan.assigned | scan.edited
+        if target.root is Root.GLOBAL and target.names
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -19,7 +20,6 @@ from typing import Any, NamedTuple
 
 from keras_fastdata._modules import (
     imports_in,
-    instructions,
     is_main,
     is_users,
     is_users_class,
@@ -27,6 +27,7 @@ from keras_fastdata._modules import (
     nested_code,
 )
 from keras_fastdata.building.attributes import attributes_of
+from keras_fastdata.building.code_names import Root, changed_by, names_of
 from keras_fastdata.engine.plain_values import is_plain
 from keras_fastdata.engine.told_forms import pickled
 
@@ -34,6 +35,8 @@ Seen = dict[str, dict[str, Any]]  # settings or their forms, by module and name
 
 _DEEPEST = 4  # levels of objects within settings
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
+# Methods that make an object, or restore it.
+_MAKING = ("__init__", "__post_init__", "__setstate__")
 # Packages for settings.
 _OF_SETTINGS = ("omegaconf", "ml_collections")
 
@@ -59,9 +62,14 @@ def seen_by(name: str, settings: Seen) -> Seen:
     """Returns those of the settings that a module could see at its import.
 
     These have names that its code uses, or the code of modules that it imports.
-    What functions assign to their own module is no setting.
+    What functions change in their own module is no setting, and neither is what
+    modules change in others while they are imported: a worker does the same.
     """
     names: set[str] = set()
+    changing: dict[str, set[str]] = {}  # modules, by what they change
+    for module in settings:
+        for key in _facts_of(module).changed:
+            changing.setdefault(key, set()).add(module)
     waiting = [name]
     for module in waiting:  # grows
         facts = _facts_of(module)
@@ -79,7 +87,8 @@ def seen_by(name: str, settings: Seen) -> Seen:
             found := {
                 key: values[key]
                 for key in sorted(names & values.keys())
-                if key not in _facts_of(module).assigned
+                if key not in _facts_of(module).changed_by_functions
+                and changing.get(key, {module}) <= {module}
             }
         )
     }
@@ -119,9 +128,25 @@ def _is_settings(value: Any, deepest: int = _DEEPEST) -> bool:
         return True
     if isinstance(value, type) or not is_users_class(kind) or not deepest:
         return False
+    if _changes_itself(kind):  # a registry, or the like
+        return False
     parts = attributes_of(value).values()
     return bool(parts) and all(
         _is_settings(part, deepest - 1) for part in list(parts)
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _changes_itself(kind: type) -> bool:
+    """Returns whether a method of a class changes its object."""
+    return any(
+        target.root is Root.SELF
+        for base in kind.__mro__
+        if is_users_class(base)
+        for name, method in vars(base).items()
+        if isinstance(method, types.FunctionType) and name not in _MAKING
+        for names in [names_of(method.__code__, None)]
+        for target in names.assigned | names.edited
     )
 
 
@@ -131,7 +156,8 @@ class _Facts(NamedTuple):
     spec: Any  # of the import that this is about
     names: frozenset[str]  # all that the code uses
     imported: tuple[str, ...]  # modules, or what is imported from them
-    assigned: frozenset[str]  # global variables that functions assign
+    changed: frozenset[str]  # what its body changes in variables
+    changed_by_functions: frozenset[str]
 
 
 _facts: dict[str, _Facts] = {}
@@ -148,7 +174,7 @@ def _facts_of(name: str) -> _Facts:
         code = spec.loader.get_code(name)
         found = _read(spec, code, getattr(module, "__package__", None))
     except Exception:  # it has no code, or somebody has edited the file
-        found = _Facts(spec, frozenset(), (), frozenset())
+        found = _Facts(spec, frozenset(), (), frozenset(), frozenset())
     _facts[name] = found
     return found
 
@@ -159,10 +185,13 @@ def _read(spec: Any, code: types.CodeType, package: str | None) -> _Facts:
         for base, parts in imports_in(code, package)
         for module in (base, *(f"{base}.{part}" for part in parts))
     )
-    assigned = frozenset(
-        str(step.argval)
-        for part in nested_code(code)
-        for step in instructions(part)
-        if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
+    parts = [*nested_code(code)]
+    functions = [one for one in parts if one.co_flags & inspect.CO_OPTIMIZED]
+    body = [one for one in parts if one not in functions]
+    return _Facts(
+        spec,
+        names_in(code),
+        imported,
+        changed_by(body),
+        changed_by(functions),
     )
-    return _Facts(spec, names_in(code), imported, assigned)

@@ -137,8 +137,9 @@ class _Received:
         self._given: list[Place] = []
         # Those whose value may need another module, which is half imported.
         self._late: list[Place] = []
-        # What the modules saw that are being imported, from outer to inner.
-        self._importing: list[Seen] = []
+        # The modules that are being imported, from outer to inner, and what
+        # they saw.
+        self._importing: list[tuple[str, Seen]] = []
 
     def begin(self, sources: PackedSources, scripts: frozenset[str]) -> None:
         """Notes what the imports need that follow."""
@@ -165,14 +166,16 @@ class _Received:
         source = self.sources.get(name)
         seen = {} if source is None else source.seen
         for module in seen:
-            self._show(module, seen)
-        self._importing.append(seen)
+            # The program has not changed a module that is half imported.
+            if all(module != other for other, _ in self._importing):
+                self._show(module, seen)
+        self._importing.append((name, seen))
         try:
             yield
         finally:
             self._importing.pop()
         self._tell(name, NOTHING_TOLD)
-        for seen in self._importing:  # the innermost is the last
+        for _, seen in self._importing:  # the innermost is the last
             self._show(name, seen)
         if self._stage is _Stage.LOADED and not self._importing:
             self._complete()

@@ -317,3 +317,53 @@ def test_an_object_without_attributes_that_the_program_sets_travels(
     use = lambda held, _: held[0] is getattr(conf, "UNSET", None)  # noqa: E731
     with Holds([marker], use, **_PROCESSES) as dataset:
         assert [bool(batch) for batch in dataset] == [name == "UNSET"] * 3
+
+
+_REGISTRY = """
+names, counts, total = [], {}, 0
+
+def register(name):
+    global total
+    names.append(name)
+    counts[name] = total = len(names)
+    return lambda function: function
+
+class Registry:
+    def __init__(self): self.names = []
+    def add(self, name): self.names.append(name)
+
+registry, plain, number = Registry(), [], 0
+"""
+_REGISTERED = """
+import choice_config as base
+
+@base.register("{0}")
+def function(): pass
+
+base.registry.add("{0}")
+base.plain.append("{0}")
+base.number += 1
+first = [*base.names], len(base.plain), base.number, [*base.registry.names]
+"""
+_READS_REGISTRY = """
+import choice_one, choice_two
+def value():
+    return repr((
+        config.names, config.counts, config.total, config.registry.names,
+        config.plain, config.number, choice_one.first, choice_two.first
+    ))
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_modules_register_while_they_are_imported_is_registered_once(
+    kind, write
+):
+    write("choice_config", _REGISTRY + "size = 0")
+    for name in ("one", "two"):
+        write(f"choice_{name}", _REGISTERED.format(name))
+    write("choice_data", _DATA.format(_READS_REGISTRY))
+    data = importlib.import_module("choice_data")
+    with data.Data(**KINDS[kind]) as dataset:
+        for _ in range(2):
+            assert {batch.tolist()[0] for batch in dataset} == {data.value()}
