@@ -11,7 +11,7 @@ from keras_fastdata.building.process_variables import ENVIRONMENT
 from keras_fastdata.building.variables import Inside, Variable
 from keras_fastdata.engine.kinds import bare_kind_of, kind_of
 from keras_fastdata.engine.plain_values import CONTAINERS, MAPPINGS, is_plain
-from keras_fastdata.engine.told_code import code_form
+from keras_fastdata.engine.told_code import code_form, function_form
 from keras_fastdata.engine.told_forms import NOT_TOLD, ToldForm, told_form
 from keras_fastdata.engine.told_state import LOST, StateLostError, Told
 
@@ -63,6 +63,10 @@ def tell(variable: Variable, told: Told, lost: LostVariables) -> None:
     elif isinstance(value, types.CodeType):
         if (code := code_form(variable, value)) is not None:
             _put(told.values, place, code)
+    elif isinstance(value, types.FunctionType) and (
+        (function := function_form(value)) is not None
+    ):
+        _put(told.values, place, function)
     elif (form := told_form(variable, value)) is not NOT_TOLD:
         _put(told.values, place, form)
     elif is_part_of_told(variable, told):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib
 import importlib.machinery
 import marshal
 import sys
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata._modules import nested_code
+from keras_fastdata._modules import is_main, nested_code
 from keras_fastdata.building.variables import Variable
 from keras_fastdata.engine.module_sources import known_source
 from keras_fastdata.engine.told_forms import ToldForm
@@ -54,6 +55,44 @@ class SentCode(ToldForm):
     def make(self) -> types.CodeType:
         code: types.CodeType = marshal.loads(self.marshalled.tobytes())
         return code
+
+
+@dataclasses.dataclass(frozen=True)
+class SentFunction(ToldForm):
+    """Describes a function whose module has another one in its place now.
+
+    After `importlib.reload`, other modules may have the former function.
+    """
+
+    module: str
+    name: str
+    content: str  # see `_digest_of`
+    marshalled: npt.NDArray[np.uint8] = dataclasses.field(
+        compare=False, repr=False
+    )
+
+    def is_missing(self, before: Any) -> bool:
+        code = getattr(before, "__code__", None)
+        return code is None or _digest_of(code) != self.content
+
+    def make(self) -> types.FunctionType:
+        code = marshal.loads(self.marshalled.tobytes())
+        variables = vars(importlib.import_module(self.module))
+        return types.FunctionType(code, variables, self.name)
+
+
+def function_form(function: types.FunctionType) -> SentFunction | None:
+    """Returns a function that its module has no more; `None` for others."""
+    module, name = function.__module__, function.__qualname__
+    home = sys.modules.get(module)
+    if home is None or is_main(module) or function.__closure__:
+        return None
+    present = vars(home).get(name)
+    if present is function or not isinstance(present, types.FunctionType):
+        return None
+    code = function.__code__
+    marshalled = np.frombuffer(marshal.dumps(code), np.uint8)
+    return SentFunction(module, name, _digest_of(code), marshalled)
 
 
 def code_form(variable: Variable, code: types.CodeType) -> SentCode | None:

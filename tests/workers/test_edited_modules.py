@@ -32,6 +32,14 @@ class Data(FastPyDataset):
 
     def __getitem__(self, index):
         return np.array([index * scale(), os.getpid()])
+
+
+class Both(Data):
+    def __getitem__(self, index):
+        import edited_helper
+
+        new = edited_helper.scale()
+        return np.array([new + index * scale(), os.getpid()])
 """
 _NAMES = ("edited_data", "edited_helper", "edited_unused")
 _HELPER = "def scale():\n    return {}\n"
@@ -151,3 +159,13 @@ def test_the_former_code_runs_on_after_a_reload_of_what_is_no_python(modules):
         importlib.reload(sys.modules["edited_helper"])
     with module.Data(**EVERY_KIND["process"]) as dataset:
         assert _values(dataset) == [0, 1, 2, 3]
+
+
+def test_a_reload_of_one_module_gives_each_module_its_function(modules):
+    module, edit = modules
+    helper = sys.modules["edited_helper"]
+    edit(_HELPER.format(100))
+    importlib.reload(helper)
+    for _ in range(2):
+        with module.Both(**EVERY_KIND["process"]) as dataset:
+            assert _values(dataset) == [100, 101, 102, 103]
