@@ -73,10 +73,10 @@ class Told:
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = (getattr(self, each.name) for each in dataclasses.fields(self))
-        return _take_on, (_Beginning(self.sources, self.scripts), *fields)
+        return _take_on, (_NeededFirst(self.sources, self.scripts), *fields)
 
 
-class _Beginning(NamedTuple):
+class _NeededFirst(NamedTuple):
     """What a worker needs before it can unpickle values of the user's classes.
 
     It imports their modules then.
