@@ -41,6 +41,8 @@ from keras_fastdata.building.attributes import (
 )
 
 _MOST_VISITED = 20_000  # objects of the dataset, and as many outside
+_MOST_LOOKED_INTO = 100  # containers, also if they hold data alone
+_MOST_DATA = 1_000  # objects in a container that holds data alone
 _CONTAINERS = (
     *(dict, list, tuple, set, frozenset, collections.deque, np.ndarray),
 )
@@ -113,19 +115,63 @@ def reachable(
 
 
 class _WaitingSteps:
-    """Yields the steps that were added, those of containers last."""
+    """Yields the steps that were added, those of containers last.
+
+    After the first containers, those that hold data alone are left out.
+    """
 
     def __init__(self) -> None:
         self._named: collections.deque[ReachStep] = collections.deque()
         self._containers: collections.deque[ReachStep] = collections.deque()
+        self._kinds: set[type] = set()  # of the objects that were added
 
     def add(self, step: ReachStep) -> None:
-        is_container = isinstance(step.value, _CONTAINERS)
-        (self._containers if is_container else self._named).append(step)
+        if isinstance(step.value, _CONTAINERS):
+            self._containers.append(step)
+        else:
+            self._named.append(step)
+            self._kinds.add(type(step.value))
 
     def __iter__(self) -> Iterator[ReachStep]:
-        while waiting := self._named or self._containers:
-            yield waiting.popleft()
+        count = 0
+        while self._named or self._containers:
+            if self._named:
+                yield self._named.popleft()
+                continue
+            step = self._containers.popleft()
+            count += 1
+            is_first = count <= _MOST_LOOKED_INTO
+            if is_first or not _holds_data(step.value, self._kinds):
+                yield step
+
+
+def _holds_data(container: Any, kinds: set[type]) -> bool:
+    """Returns whether a container has only numbers, texts and the like in it.
+
+    In containers within as well, and in objects of the user's classes among
+    `kinds`, whose code was searched.
+    """
+    waiting = [container]
+    for value in waiting:  # grows
+        kind: Any = type(value)
+        if kind is dict:
+            items = [*dict.keys(value), *dict.values(value)]
+        elif kind in (list, tuple, set, frozenset):
+            items = first_items(value)
+        elif kind in kinds and is_users_class(kind) and not _may_seed(kind):
+            items = [part for _, part in parts_of(value)]
+        else:
+            return False
+        waiting += [item for item in items if type(item) not in _LEAF_TYPES]
+        if len(waiting) > _MOST_DATA:
+            return False
+    return True
+
+
+@functools.lru_cache(maxsize=1024)
+def _may_seed(kind: type) -> bool:
+    """Returns whether a class may have a method that seeds its objects."""
+    return any("seed" in name for base in kind.__mro__ for name in vars(base))
 
 
 def parts_of(value: Any) -> Iterator[tuple[str, Any]]:

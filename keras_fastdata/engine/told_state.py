@@ -134,9 +134,9 @@ class _Received:
         self.scripts: frozenset[str] = frozenset()
         self._stage = _Stage.LOADED
         # Variables that were given a value since the latest `_complete`.
-        self._given: list[Place] = []
+        self._given: set[Place] = set()
         # Those whose value may need another module, which is half imported.
-        self._late: list[Place] = []
+        self._late: set[Place] = set()
         # The modules that are being imported, from outer to inner, and what
         # they saw.
         self._importing: list[tuple[str, Seen]] = []
@@ -173,7 +173,7 @@ class _Received:
         try:
             yield
         finally:
-            self._importing.pop()
+            self._importing.remove((name, seen))  # threads may import, too
         self._tell(name, NOTHING_TOLD)
         for _, seen in self._importing:  # the innermost is the last
             self._show(name, seen)
@@ -189,7 +189,7 @@ class _Received:
         for key, value in seen.get(name, {}).items():
             give(module, (key,), value, is_whole=True)
             # Later they have the present values again.
-            self._late += [(name, path) for path in told if path[0] == key]
+            self._late |= {(name, path) for path in told if path[0] == key}
 
     def _tell(self, name: str, known: Told) -> None:
         """Sets the received values in a module, if the module is imported.
@@ -208,11 +208,11 @@ class _Received:
             if path in former and is_equal(former[path], given):
                 continue
             is_given = give(module, path, given)
-            (self._given if is_given else self._late).append((name, path))
+            (self._given if is_given else self._late).add((name, path))
         for path, kind in self.told.kinds.get(name, {}).items():
             is_known = path in known.kinds.get(name, {})
             if not is_known and not is_of_kind(module, path, kind):
-                self._late.append((name, path))
+                self._late.add((name, path))
         had = known.settings.get(name, {})
         settings = {
             key: value
@@ -227,26 +227,38 @@ class _Received:
 
         A value may have needed a module that was imported later, or half.
         """
-        given, self._given = self._given, []
-        late, self._late = sorted(self._late, key=_depth), []
-        values = {
-            (name, path): self.told.values[name][path]
-            for name, path in sorted([*given, *late], key=_depth)
-            if path in self.told.values.get(name, {})
+        places, late = self._given | self._late, self._late
+        self._given, self._late = set(), set()
+        values, kinds = self.told.values, self.told.kinds
+        # In the order in which the trainer has found them, parts last.
+        told = sorted(
+            (
+                (name, path)
+                for by_path in (values, kinds)
+                for name, paths in by_path.items()
+                for path in paths
+                if (name, path) in places
+            ),
+            key=_depth,
+        )
+        given = {
+            (name, path): values[name][path]
+            for name, path in told
+            if path in values.get(name, {})
         }
-        for (name, path), value in values.items():
+        for (name, path), value in given.items():
             if (name, path) in late or isinstance(value, ToldForm):
                 give(sys.modules[name], path, value, is_whole=True)
-        separate(values)
+        separate(given)
         lost: set[Place] = set()
-        for name, path in late:
+        for name, path in filter(late.__contains__, told):
             if not lost.isdisjoint((name, path[:n]) for n in range(len(path))):
                 continue  # it is a part of what is lost
             module = sys.modules[name]
             if not (
-                give(module, path, values[name, path])
-                if (name, path) in values
-                else is_of_kind(module, path, self.told.kinds[name][path])
+                give(module, path, given[name, path])
+                if (name, path) in given
+                else is_of_kind(module, path, kinds[name][path])
             ):
                 lost.add((name, path))
                 self._lose(name, path)

@@ -1,13 +1,15 @@
 """Pickles markers by the names that modules have for them.
 
-Code compares a marker such as `MISSING = object()` by identity. A marker has no
-content: its class has no base class, and the object no attributes.
+Code compares a marker such as `MISSING = object()` by identity, in a module or
+in a class. A marker has no content: its class has no base class, and the object
+no attributes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import operator
 import sys
 import types
 from collections.abc import Iterator
@@ -60,24 +62,31 @@ class MarkerPlaces:
 
 
 def marker_at(module: str, name: str, kind: Any) -> Any:
-    """Returns the object that a module has under a name.
+    """Returns the object that a module, or a class in it, has under a name.
 
     The program may have set it there: a module that has none of its class gets
     another one.
     """
     with contextlib.suppress(Exception):  # the module cannot be imported
-        found = getattr(importlib.import_module(module), name, None)
+        found = operator.attrgetter(name)(importlib.import_module(module))
         if type(found) is kind:
             return found
     return object.__new__(kind)
 
 
 def _variables_of(name: str) -> Iterator[tuple[Place, Any]]:
-    """Yields the variables of a module, unless it is the script."""
+    """Yields the variables of a module, and of its classes.
+
+    Not those of the script.
+    """
     module = sys.modules.get(name)
-    if isinstance(module, types.ModuleType) and not is_main(name):
-        for variable, value in list(vars(module).items()):
-            yield (name, variable), value
+    if not isinstance(module, types.ModuleType) or is_main(name):
+        return
+    for variable, value in list(vars(module).items()):
+        yield (name, variable), value
+        if isinstance(value, type) and value.__module__ == name:
+            for key, part in list(vars(value).items()):
+                yield (name, f"{variable}.{key}"), part
 
 
 def _has_content(value: Any) -> bool:

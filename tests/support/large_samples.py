@@ -24,6 +24,13 @@ class Node:
         self.number = 1
 
 
+class Image:
+    """Has boxes."""
+
+    def __init__(self, boxes):
+        self.boxes = boxes
+
+
 class Scale:
     """Multiplies by a global variable."""
 
@@ -54,7 +61,7 @@ class Draws(Boxes):
     """Draws from a random generator that is behind the images."""
 
     def __getitem__(self, index):
-        return self.rngs[0][0].random(2)
+        return self.rngs[0][0][0][0][0].random(2)
 
 
 def images_with(boxes, images=800):

@@ -30,6 +30,8 @@ table_or_none = None
 class Unset:
     """The class of a marker."""
 
+    NOTHING = object()
+
 
 UNSET = Unset()
 found = {"value": MISSING}

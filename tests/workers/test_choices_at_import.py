@@ -303,8 +303,11 @@ def test_modules_without_a_source_file_have_the_programs_values(
 
 
 def test_a_marker_of_a_class_of_ones_own_is_the_same_object_in_workers():
-    use = lambda held, _: held[0] is conf.UNSET and conf.UNSET is not None  # noqa: E731
-    with Holds([conf.UNSET], use, **_PROCESSES) as dataset:
+    use = lambda held, _: (  # noqa: E731
+        held[0] is conf.UNSET and held[1] is conf.Unset.NOTHING
+    )
+    held = [conf.UNSET, conf.Unset.NOTHING]
+    with Holds(held, use, **_PROCESSES) as dataset:
         assert [bool(batch) for batch in dataset] == [True] * 3
 
 

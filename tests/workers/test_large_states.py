@@ -5,7 +5,7 @@ from __future__ import annotations
 import large_samples
 import numpy as np
 import pytest
-from large_samples import Boxes, Draws, Node, images_with
+from large_samples import Boxes, Draws, Image, Node, images_with
 from places import KINDS
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
@@ -30,12 +30,15 @@ def test_what_comes_behind_many_boxes_is_the_programs_in_each_epoch(
     assert np.array(seen).tolist() == [[one, one] for one in expected]
 
 
-def test_generators_behind_many_boxes_are_seeded_for_each_batch():
+@pytest.mark.parametrize("images", ["dicts", "objects"])
+def test_generators_behind_many_boxes_are_seeded_for_each_batch(images):
     drawn = []
     for kind in (KINDS["inline"], KINDS["process"]):
-        images = images_with(boxes=30, images=900)
-        rngs = [[np.random.default_rng(3)]]
-        with Draws(images, rngs, seed=1, **kind) as dataset:
+        held = images_with(boxes=30, images=1_000)
+        if images == "objects":
+            held = [Image([Node() for _ in range(30)]) for _ in held]
+        rngs = [[[[[np.random.default_rng(3)]]]]]
+        with Draws(held, rngs, seed=1, **kind) as dataset:
             drawn.append(np.array([list(dataset), list(dataset)]))
     assert len(np.unique(drawn[0])) == 8
     assert np.array_equal(*drawn)
