@@ -30,7 +30,7 @@ from keras_fastdata._modules import (
     is_users_code,
     names_in,
 )
-from keras_fastdata._unimported import sources_of
+from keras_fastdata._unimported import FoundSource, sources_of
 from keras_fastdata.building.assignments import (
     Assignments,
     cells_of,
@@ -73,7 +73,8 @@ _MOST_OTHERS = 100  # objects of each class of a library
 _MOST_OWN_ITEMS = 100  # of a larger one in an attribute of the dataset
 # Methods of a dataset that do not run in workers.
 _RUN_HERE = ("__init__", "on_epoch_begin", "on_epoch_end")
-_FUNCTIONS = (types.FunctionType, staticmethod, classmethod)
+_METHODS = (staticmethod, classmethod)
+_FUNCTIONS = (types.FunctionType, *_METHODS)
 # What may change of a function.
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _BASES = (dict, list, tuple, collections.deque, np.ndarray)
@@ -135,8 +136,7 @@ class _VariableSearch:
             search = self._items if is_items else self._object
             _search_in(search, value, module, path)
             if not self._objects:
-                # Any code that was searched may use a module under a name of
-                # its own, if an attribute or an item holds the module.
+                # Any code may use these under a name of its own.
                 for held in self._modules:  # grows meanwhile
                     self._module(held, self._names)
 
@@ -148,14 +148,12 @@ class _VariableSearch:
                 variable,
                 is_assigned=variable.is_assigned
                 or assigned.is_assigned(owner, name),
-                is_edited=assigned.is_edited(owner, name, variable.value),
+                is_edited=variable.is_edited
+                or assigned.is_edited(owner, name, variable.value),
             )
 
     def value(self, value: Any, module: str = "", path: Path = ()) -> None:
-        """Collects the variables that a value refers to.
-
-        `path` is the value's variable in `module`, or empty if it has none.
-        """
+        """Collects what a value refers to; `path` may be its own variable."""
         _search_in(self._search, value, module, path)
 
     def _search(self, value: Any, module: str, path: Path) -> None:
@@ -366,9 +364,12 @@ class _VariableSearch:
             self._imports(module.__name__, names - variables.keys())
 
     def _imports(self, module: str, parts: Iterable[str]) -> None:
-        """Collects what modules use that builds are to import."""
-        for other, names in _used_by_imports(module, parts, self._imported):
-            self._module(other, names)
+        """Collects what modules use that builds or the program may import."""
+        for found in _sources_to_import(module, parts, self._imported):
+            read = functools.partial(sys.modules.__contains__, found.name)
+            self._add(Variable(read, (), "", True, is_edited=True))
+            for name, _ in found.imports:
+                self._module(sys.modules.get(name), names_in(found.code))
 
     def _note_size(self, names: Mapping[str, Any], path: Path = ()) -> None:
         read = functools.partial(_count_of, names)
@@ -390,9 +391,7 @@ class _VariableSearch:
         variable = Variable(read, path, module, is_by_value(module, path))
         self._add(variable, owner, name)
         value = variable.value
-        function = value
-        if isinstance(value, (staticmethod, classmethod)):
-            function = value.__func__
+        function = value.__func__ if isinstance(value, _METHODS) else value
         if isinstance(function, types.FunctionType) and (
             isinstance(owner, type)
             or (isinstance(owner, dict) and "__name__" in owner)
@@ -420,20 +419,18 @@ def _is_of_library(value: Any) -> bool:
     return home not in sys.stdlib_module_names and home != "keras_fastdata"
 
 
-def _used_by_imports(
+def _sources_to_import(
     module: str, parts: Iterable[str], seen: set[str]
-) -> Iterator[tuple[Any, frozenset[str]]]:
-    """Yields modules that modules use which are not imported yet.
+) -> Iterator[FoundSource]:
+    """Yields the sources of modules that are not imported yet.
 
-    Each with the names that are used. `parts` are imported from `module`.
+    `parts` are to be imported from `module`.
     """
     there = sys.modules
     held = vars(there[module]) if module in there else {}
     missing = tuple(sorted(part for part in parts if part not in held))
     if missing or module not in there:
-        for found in sources_of(module, missing, seen, but=there):
-            for name, _ in found.imports:
-                yield there.get(name), names_in(found.code)
+        yield from sources_of(module, missing, seen, but=there)
 
 
 def _is_librarys_own(part: Any) -> bool:

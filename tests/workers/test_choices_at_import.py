@@ -255,6 +255,22 @@ def test_a_module_that_a_build_imports_first_sees_the_programs_value(
     assert seen == [[[2, 0]] * 2, [[3, 0]] * 2]
 
 
+@pytest.mark.parametrize("kind", [*KINDS.values(), {"cache": "memory"}])
+def test_a_module_that_the_program_imports_after_workers_did_is_told(
+    kind, write
+):
+    write("choice_later", "size = 1\ndef value(): return size\n")
+    write("choice_data", _LATE.format("from choice_later import value"))
+    data = importlib.import_module("choice_data")
+    with data.Data(**kind) as dataset:
+        seen = [list(dataset)]
+        for size in (2, 3):
+            importlib.import_module("choice_later").size = size
+            seen.append(list(dataset))
+    expected = [[[size, 0]] * 2 for size in (1, 2, 3)]
+    assert np.array(seen).tolist() == expected
+
+
 def test_a_part_that_a_package_imports_when_it_is_asked_for_sees_it_too(
     write, tmp_path
 ):
