@@ -205,6 +205,20 @@ def imports_in(
                     yield name, names or ()
 
 
+@functools.lru_cache(maxsize=4096)
+def imported_names(
+    code: types.CodeType, package: str | None
+) -> tuple[str, ...]:
+    """Returns the names of all modules that code may import.
+
+    What is imported from a module may be a module, too. See `imports_in`.
+    """
+    names: dict[str, None] = {}
+    for module, parts in imports_in(code, package):
+        names |= dict.fromkeys([module, *(f"{module}.{n}" for n in parts)])
+    return tuple(names)
+
+
 def _is_dotted(text: str) -> bool:
     """Returns whether a text may be the name of a module."""
     return all(name.isidentifier() for name in text.lstrip(".").split("."))

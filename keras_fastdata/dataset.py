@@ -287,7 +287,7 @@ class FastPyDataset(_Base):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        module_sources.notice_modules()
+        module_sources.notice_modules()  # before the program changes settings
         for name in _NOTICED_METHODS:
             method = getattr(cls, name)  # possibly a mixin's
             if isinstance(method, types.FunctionType) and not (

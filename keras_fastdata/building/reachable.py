@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_fastdata._modules import (
-    imports_in,
+    imported_names,
     is_users,
     is_users_class,
     is_users_code,
@@ -248,7 +248,8 @@ def _named_by(
         if is_users_code(str(value.__globals__.get("__name__"))):
             names, around = names_in(value.__code__), value.__globals__
             yield from _globals_of(around, names)
-            for name in _imported_by(value.__code__, around.get("__package__")):
+            package = around.get("__package__")
+            for name in imported_names(value.__code__, package):
                 if name in sys.modules:
                     found = {name: sys.modules[name]}
                     yield from _globals_of(found, names | {name})
@@ -273,15 +274,6 @@ def _named_by(
                         yield f"{path}.setter", part.fset, vars(base), name
                     part = part if inner is None else inner
                     yield path, part, vars(base), name
-
-
-@functools.lru_cache(maxsize=4096)
-def _imported_by(code: types.CodeType, package: str | None) -> tuple[str, ...]:
-    """Returns the names of the modules that a function itself may import."""
-    names: dict[str, None] = {}
-    for module, parts in imports_in(code, package):
-        names |= dict.fromkeys([module, *(f"{module}.{n}" for n in parts)])
-    return tuple(names)
 
 
 def _globals_of(

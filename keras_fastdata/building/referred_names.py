@@ -213,7 +213,7 @@ class _VariableSearch:
         items, held = _items_of(value), lambda: value
         if is_users_object(value):
             held = _reference(value)
-        base: Any = next(filter(functools.partial(isinstance, value), _BASES))
+        base: Any = next(kind for kind in _BASES if isinstance(value, kind))
         is_large = base.__len__(value) > MOST_ITEMS
         if is_large and path[:1] in ((), (SELF,)):
             del items[_MOST_OWN_ITEMS:]

@@ -27,12 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata._modules import current_folder, is_users_file
-from keras_fastdata.engine.seen_values import (
-    Seen,
-    seen_by,
-    settings_of_all,
-    users_among,
-)
+from keras_fastdata.engine.seen_values import Noted, Seen, users_among
 
 _MOST_BYTES = 8 << 20  # of all sources, compressed
 
@@ -123,7 +118,7 @@ class _Notice(NamedTuple):
 
     spec: Any  # another one for each import
     folder: str  # the current folder
-    settings: Seen  # those of the user's modules
+    settings: Noted  # those of the user's modules
 
 
 class _Notices:
@@ -141,7 +136,7 @@ class _Notices:
             and (name not in cls.of or cls.of[name].spec is not spec)
         }
         if new:
-            settings = settings_of_all() if users_among(new) else {}
+            settings = Noted(sys.modules if users_among(new) else ())
             folder = current_folder()
             for name, spec in new.items():
                 cls.of[name] = _Notice(spec, folder, settings)
@@ -239,7 +234,7 @@ def _sources() -> Sources:
         known = _known.get(name)
         if known is None or not known.is_current(held):
             notice = _Notices.of[name]
-            seen = seen_by(name, notice.settings)
+            seen = notice.settings.seen_by(name)
             file = _file_at(held["__file__"], notice.folder, seen)
             if known is not None and not (file and file.can_be_compiled):
                 file = known.file  # the program runs on with the former code

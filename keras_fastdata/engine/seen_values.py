@@ -15,11 +15,11 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from keras_fastdata._modules import (
-    imports_in,
+    imported_names,
     is_main,
     is_users,
     is_users_class,
@@ -49,27 +49,63 @@ def users_among(names: Iterable[str]) -> list[str]:
     ]
 
 
-def settings_of_all() -> Seen:
-    """Returns the settings that the user's modules have now."""
-    return {
-        name: settings
-        for name in users_among(sys.modules)
-        if not is_main(name) and (settings := dict(_settings_in(name)))
-    }
+class Noted:
+    """The settings that the user's modules had at one moment."""
+
+    def __init__(self, modules: Iterable[str]) -> None:
+        self._all = {
+            name: settings
+            for name in users_among(modules)
+            if not is_main(name) and (settings := dict(_settings_in(name)))
+        }
+
+    @functools.cached_property
+    def _lasting(self) -> Seen:
+        """Those that modules do not change themselves.
+
+        What functions change in their own module is no setting, and neither is
+        what modules change in others while they are imported: a worker does the
+        same.
+        """
+        changing: dict[str, set[str]] = {}  # modules, by what they change
+        for module in self._all:
+            for key in _facts_of(module).changed:
+                changing.setdefault(key, set()).add(module)
+        return {
+            module: {
+                key: value
+                for key, value in values.items()
+                if key not in _facts_of(module).changed_by_functions
+                and changing.get(key, {module}) <= {module}
+            }
+            for module, values in self._all.items()
+        }
+
+    def seen_by(self, name: str) -> Seen:
+        """Returns the settings that a module could see at its import.
+
+        These have names that its code uses, or the code of modules that it
+        imports.
+        """
+        names = _names_for(name, self._all)
+        return {
+            module: found
+            for module, values in self._lasting.items()
+            if module != name
+            and (
+                found := {
+                    key: values[key] for key in sorted(names & values.keys())
+                }
+            )
+        }
 
 
-def seen_by(name: str, settings: Seen) -> Seen:
-    """Returns those of the settings that a module could see at its import.
+def _names_for(name: str, modules: Container[str]) -> set[str]:
+    """Returns the names that a module uses, or those that it imports.
 
-    These have names that its code uses, or the code of modules that it imports.
-    What functions change in their own module is no setting, and neither is what
-    modules change in others while they are imported: a worker does the same.
+    Only modules among `modules` count.
     """
     names: set[str] = set()
-    changing: dict[str, set[str]] = {}  # modules, by what they change
-    for module in settings:
-        for key in _facts_of(module).changed:
-            changing.setdefault(key, set()).add(module)
     waiting = [name]
     for module in waiting:  # grows
         facts = _facts_of(module)
@@ -77,21 +113,9 @@ def seen_by(name: str, settings: Seen) -> Seen:
         waiting += [
             other
             for other in facts.imported
-            if other in settings and other not in waiting
+            if other in modules and other not in waiting
         ]
-    return {
-        module: found
-        for module, values in settings.items()
-        if module != name
-        and (
-            found := {
-                key: values[key]
-                for key in sorted(names & values.keys())
-                if key not in _facts_of(module).changed_by_functions
-                and changing.get(key, {module}) <= {module}
-            }
-        )
-    }
+    return names
 
 
 def _settings_in(name: str) -> Iterator[tuple[str, Any]]:
@@ -109,7 +133,9 @@ def _settings_in(name: str) -> Iterator[tuple[str, Any]]:
 
 def _is_of_python(value: Any) -> bool:
     """Returns whether a plain value can be unpickled without an import."""
-    waiting: list[Any] = [value] if is_plain(value) else [sys]
+    if not is_plain(value):
+        return False
+    waiting = [value]
     for item in waiting:  # grows
         if type(item) in (list, tuple, set, frozenset):
             waiting += item
@@ -180,18 +206,13 @@ def _facts_of(name: str) -> _Facts:
 
 
 def _read(spec: Any, code: types.CodeType, package: str | None) -> _Facts:
-    imported = tuple(
-        module
-        for base, parts in imports_in(code, package)
-        for module in (base, *(f"{base}.{part}" for part in parts))
-    )
     parts = [*nested_code(code)]
     functions = [one for one in parts if one.co_flags & inspect.CO_OPTIMIZED]
     body = [one for one in parts if one not in functions]
     return _Facts(
         spec,
         names_in(code),
-        imported,
+        imported_names(code, package),
         changed_by(body),
         changed_by(functions),
     )

@@ -66,19 +66,15 @@ class SentFunction(ToldForm):
 
     module: str
     name: str
-    content: str  # see `_digest_of`
-    marshalled: npt.NDArray[np.uint8] = dataclasses.field(
-        compare=False, repr=False
-    )
+    code: SentCode
 
     def is_missing(self, before: Any) -> bool:
         code = getattr(before, "__code__", None)
-        return code is None or _digest_of(code) != self.content
+        return code is None or _digest_of(code) != self.code.content
 
     def make(self) -> types.FunctionType:
-        code = marshal.loads(self.marshalled.tobytes())
         variables = vars(importlib.import_module(self.module))
-        return types.FunctionType(code, variables, self.name)
+        return types.FunctionType(self.code.make(), variables, self.name)
 
 
 def function_form(function: types.FunctionType) -> SentFunction | None:
@@ -90,9 +86,7 @@ def function_form(function: types.FunctionType) -> SentFunction | None:
     present = vars(home).get(name)
     if present is function or not isinstance(present, types.FunctionType):
         return None
-    code = function.__code__
-    marshalled = np.frombuffer(marshal.dumps(code), np.uint8)
-    return SentFunction(module, name, _digest_of(code), marshalled)
+    return SentFunction(module, name, _sent(function.__code__))
 
 
 def code_form(variable: Variable, code: types.CodeType) -> SentCode | None:
@@ -108,11 +102,16 @@ def code_form(variable: Variable, code: types.CodeType) -> SentCode | None:
     source = known_source(variable.module)
     if source is None or not source.text:
         return None
-    digest, name = _digest_of(code), ".".join(map(str, variable.path[:-1]))
-    if _alone_in(source.text, source.path).get(name) == digest:
+    name = ".".join(map(str, variable.path[:-1]))
+    if _alone_in(source.text, source.path).get(name) == _digest_of(code):
         return None
+    return _sent(code)
+
+
+def _sent(code: types.CodeType) -> SentCode:
     marshalled = np.frombuffer(marshal.dumps(code), np.uint8)
-    return SentCode(code.co_filename, code.co_freevars, digest, marshalled)
+    named = code.co_filename, code.co_freevars
+    return SentCode(*named, _digest_of(code), marshalled)
 
 
 @functools.lru_cache(maxsize=256)
