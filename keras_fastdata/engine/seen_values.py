@@ -54,9 +54,9 @@ class Noted:
 
     def __init__(self, modules: Iterable[str]) -> None:
         self._all = {
-            name: settings
+            name: dict(_settings_in(name))
             for name in users_among(modules)
-            if not is_main(name) and (settings := dict(_settings_in(name)))
+            if not is_main(name)
         }
 
     @functools.cached_property

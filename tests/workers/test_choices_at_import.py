@@ -351,7 +351,7 @@ class Registry:
     def __init__(self): self.names = []
     def add(self, name): self.names.append(name)
 
-registry, plain, number = Registry(), [], 0
+registry, plain, late, number = Registry(), [], [], 0
 """
 _REGISTERED = """
 import choice_config as base
@@ -364,12 +364,21 @@ base.plain.append("{0}")
 base.number += 1
 first = [*base.names], len(base.plain), base.number, [*base.registry.names]
 """
+# It has no variable of its own that could be a setting.
+_REGISTERS_ALONE = """
+import choice_config as base
+base.late.append("three")
+"""
 _READS_REGISTRY = """
-import choice_one, choice_two
+import choice_one, choice_two, choice_three
+class Chosen:
+    if config.late != ["three"]:
+        def is_wrong(self): pass
 def value():
     return repr((
         config.names, config.counts, config.total, config.registry.names,
-        config.plain, config.number, choice_one.first, choice_two.first
+        config.plain, config.number, choice_one.first, choice_two.first,
+        hasattr(Chosen, "is_wrong")
     ))
 """
 
@@ -381,6 +390,7 @@ def test_what_modules_register_while_they_are_imported_is_registered_once(
     write("choice_config", _REGISTRY + "size = 0")
     for name in ("one", "two"):
         write(f"choice_{name}", _REGISTERED.format(name))
+    write("choice_three", _REGISTERS_ALONE)
     write("choice_data", _DATA.format(_READS_REGISTRY))
     data = importlib.import_module("choice_data")
     with data.Data(**KINDS[kind]) as dataset:
