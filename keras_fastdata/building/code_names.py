@@ -97,20 +97,16 @@ def names_of(code: types.CodeType, package: str | None) -> CodeNames:
     )
 
 
-def changed_by(parts: Iterable[types.CodeType]) -> frozenset[str]:
-    """Returns names of what code changes: "b" of `a.b = 1` or `b.append(1)`.
+def changes_of(parts: Iterable[types.CodeType]) -> set[Target]:
+    """Returns what code assigns in global variables, or edits.
 
-    Only of global variables, and what is in them. Code objects nested inside
-    `parts` are left out.
+    Also what methods change in their object or its class. Code objects nested
+    inside `parts` are left out.
     """
     scan = _Scan()
     for part in parts:
         scan.follow(part)
-    return frozenset(
-        target.names[-1]
-        for target in scan.assigned | scan.edited
-        if target.root is Root.GLOBAL and target.names
-    )
+    return {one for one in scan.assigned | scan.edited if one.names}
 
 
 class _Scan:

@@ -7,6 +7,7 @@ import copy
 import functools
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 from keras_fastdata.building.variables import ABSENT, Path
@@ -20,12 +21,22 @@ _NEVER_COPIED = (type, types.ModuleType, types.FunctionType)
 
 
 def give(
-    module: Any, path: Path, given: Any, *, is_whole: bool = False
+    module: Any,
+    path: Path,
+    given: Any,
+    *,
+    is_whole: bool = False,
+    before_change: Callable[[], None] = lambda: None,
 ) -> bool:
     """Sets a variable; returns whether the user's class lets it be set.
 
-    `is_whole` is whether a value with another content is also set anew, and not
-    only one of another kind.
+    Args:
+        module: The module that the variable is in.
+        path: The path to the variable in the module.
+        given: The value, or its form.
+        is_whole: Whether a value with another content is also set anew, and not
+            only one of another kind.
+        before_change: Is called if the variable has another value.
     """
     try:
         value = copy.deepcopy(given)  # the worker may edit its own
@@ -44,6 +55,7 @@ def give(
             is_lacking = not is_equal(before, value)
         if is_lacking:
             value = _made(value)
+            before_change()
             if not fill(before, value):
                 set_part(owner, last, value)
         return True

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata._modules import current_folder, is_users_file
+from keras_fastdata.engine.import_changes import ImportChanges
 from keras_fastdata.engine.seen_values import Noted, Seen, users_among
 
 _MOST_BYTES = 8 << 20  # of all sources, compressed
@@ -125,6 +126,8 @@ class _Notices:
     """Notices, by module."""
 
     of: dict[str, _Notice] = {}
+    # What the user's modules of the latest notice change.
+    changes = ImportChanges()
 
     @classmethod
     def look(cls) -> None:
@@ -137,6 +140,8 @@ class _Notices:
         }
         if new:
             settings = Noted(sys.modules if users_among(new) else ())
+            if users_among(new):
+                cls.changes = settings.changes
             folder = current_folder()
             for name, spec in new.items():
                 cls.of[name] = _Notice(spec, folder, settings)
@@ -180,6 +185,11 @@ def _is_users(module: Any) -> bool:
     path = held.get("__file__")
     has_file = held.get("__spec__") is not None and isinstance(path, str)
     return has_file and is_users_file(path)
+
+
+def import_changes() -> ImportChanges:
+    """Returns what the user's modules change while they are imported."""
+    return _Notices.changes
 
 
 class PackedSources:

@@ -171,6 +171,13 @@ class OutsideState:
             with _looking():
                 self._seen.append(SeenVariable(variable, variable.value))
                 tell(variable, told, self._lost)
+        has_changed = module_sources.import_changes().has
+        told.changed.update(
+            (module, path)
+            for module, values in told.values.items()
+            for path in values
+            if has_changed(module, path)
+        )
         self.told = told
 
     def notice_changes(self) -> Change:

@@ -27,12 +27,12 @@ from keras_fastdata.engine.module_sources import (
 )
 from keras_fastdata.engine.plain_values import is_equal
 from keras_fastdata.engine.seen_values import Seen
+from keras_fastdata.engine.shown_values import Place, ShownValues
 from keras_fastdata.engine.told_forms import ToldForm
 from keras_fastdata.engine.told_import import ToldLoader, spec_of
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.workers.base import LACKS, ONCE
 
-Place = tuple[str, Path]  # a module, and a path in it
 ValuesByModule = dict[str, dict[Path, Any]]  # by module and path
 KindsByModule = dict[str, dict[Path, tuple[str, str]]]  # see `kind_of`
 
@@ -70,6 +70,8 @@ class Told:
     is_strict: bool
     sources: PackedSources = NO_SOURCES
     scripts: frozenset[str] = frozenset()  # what no worker may import
+    # Those of the values that modules change while they are imported.
+    changed: set[Place] = dataclasses.field(default_factory=set)
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = (getattr(self, each.name) for each in dataclasses.fields(self))
@@ -140,6 +142,9 @@ class _Received:
         # The modules that are being imported, from outer to inner, and what
         # they saw.
         self._importing: list[tuple[str, Seen]] = []
+        # Those that were imported since the outermost one began.
+        self._imported: list[str] = []
+        self._shown = ShownValues()
 
     def begin(self, sources: PackedSources, scripts: frozenset[str]) -> None:
         """Notes what the imports need that follow."""
@@ -161,10 +166,13 @@ class _Received:
     def around_import(self, name: str) -> Iterator[None]:
         """Has a module see what it saw in the trainer while it is imported.
 
-        Sets the received values in the module afterwards.
+        Sets the received values in the module after the outermost import: the
+        modules that follow may change them, as they did in the trainer.
         """
         source = self.sources.get(name)
         seen = {} if source is None else source.seen
+        if source is not None:  # what it changed in the trainer has been told
+            self._shown.show_alone()
         for module in seen:
             # The program has not changed a module that is half imported.
             if all(module != other for other, _ in self._importing):
@@ -174,22 +182,24 @@ class _Received:
             yield
         finally:
             self._importing.remove((name, seen))  # threads may import, too
-        self._tell(name, NOTHING_TOLD)
-        for _, seen in self._importing:  # the innermost is the last
-            self._show(name, seen)
+            self._imported.append(name)
+            for _, seen in self._importing:  # the innermost is the last
+                self._show(name, seen)
+            if not self._importing:
+                self._end_import()
         if self._stage is _Stage.LOADED and not self._importing:
             self._complete()
 
     def _show(self, name: str, seen: Seen) -> None:
         """Sets the settings of a module that another one saw at its import."""
-        module = sys.modules.get(name)
-        if module is None:
-            return
-        told = self.told.values.get(name, {})
         for key, value in seen.get(name, {}).items():
-            give(module, (key,), value, is_whole=True)
-            # Later they have the present values again.
-            self._late |= {(name, path) for path in told if path[0] == key}
+            self._shown.show(name, key, value)
+
+    def _end_import(self) -> None:
+        self._shown.end()
+        imported, self._imported = self._imported, []
+        for name in imported:
+            self._tell(name, NOTHING_TOLD)
 
     def _tell(self, name: str, known: Told) -> None:
         """Sets the received values in a module, if the module is imported.
@@ -207,7 +217,7 @@ class _Received:
         for path, given in self.told.values.get(name, {}).items():
             if path in former and is_equal(former[path], given):
                 continue
-            is_given = give(module, path, given)
+            is_given = self._give((name, path), given)
             (self._given if is_given else self._late).add((name, path))
         for path, kind in self.told.kinds.get(name, {}).items():
             is_known = path in known.kinds.get(name, {})
@@ -221,6 +231,20 @@ class _Received:
         }
         with contextlib.suppress(Exception):  # another version may lack it
             framework_settings.write(name, module, settings)
+
+    def _give(self, place: Place, value: Any, is_whole: bool = False) -> bool:
+        def before_change() -> None:
+            if place in self.told.changed:
+                self._shown.keep_alone(place)
+
+        name, path = place
+        return give(
+            sys.modules[name],
+            path,
+            value,
+            is_whole=is_whole,
+            before_change=before_change,
+        )
 
     def _complete(self) -> None:
         """Gives variables what they lack after all of their parts were told.
@@ -248,7 +272,7 @@ class _Received:
         }
         for (name, path), value in given.items():
             if (name, path) in late or isinstance(value, ToldForm):
-                give(sys.modules[name], path, value, is_whole=True)
+                self._give((name, path), value, is_whole=True)
         separate(given)
         lost: set[Place] = set()
         for name, path in filter(late.__contains__, told):
@@ -256,7 +280,7 @@ class _Received:
                 continue  # it is a part of what is lost
             module = sys.modules[name]
             if not (
-                give(module, path, given[name, path])
+                self._give((name, path), given[name, path])
                 if (name, path) in given
                 else is_of_kind(module, path, kinds[name][path])
             ):

@@ -91,6 +91,21 @@ def fill(container: Any, value: Any) -> bool:
     return is_object
 
 
+def twin_of(value: Any) -> Any:
+    """Returns another object that `fill` has filled, or `None` if it cannot."""
+    kind: Any = type(value)
+    bases = (
+        base for base in (*_FILLED, *NAMESPACES) if isinstance(value, base)
+    )
+    try:
+        if kind is np.ndarray:
+            return value.copy()
+        twin = next(bases, object).__new__(kind)  # not by the user's method
+        return twin if fill(twin, value) else None
+    except Exception:
+        return None
+
+
 def _fill_attributes(container: Any, value: Any) -> None:
     attributes = attributes_of(container)
     attributes.clear()

@@ -1,0 +1,187 @@
+"""Finds what modules change in one another while they are imported.
+
+A worker imports the same modules, and so does the same. A list that modules
+append to while they are imported is therefore no setting of the program's, and
+a module that is imported later must not find its own entry in there.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from keras_fastdata._modules import (
+    imported_names,
+    instructions,
+    names_in,
+    nested_code,
+)
+from keras_fastdata.building.code_names import Root, changes_of
+from keras_fastdata.building.variables import Path
+
+# Methods that make an object, or restore it.
+MAKING = ("__new__", "__init__", "__post_init__", "__setstate__")
+# Methods that no import calls.
+_BUILDING = ("__getitem__",)
+_LOADING = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD")
+
+
+class _CodeFacts(NamedTuple):
+    """What the body of a module or class says, or a function."""
+
+    name: str  # by which code calls it
+    used: frozenset[str]  # names of variables and attributes
+    changed: frozenset[str]  # names of what it changes in variables
+    # Those of what a method changes in its object or its class.
+    changed_own: frozenset[str] = frozenset()
+
+    @property
+    def is_run(self) -> bool:
+        """Whether imports run it, or may, though no code names it."""
+        is_special = self.name.startswith(("__", "<"))
+        return is_special and self.name not in _BUILDING
+
+
+class _ModuleFacts(NamedTuple):
+    """What the code of a module says."""
+
+    spec: Any  # of the import that this is about
+    names: frozenset[str]  # all that the code uses
+    imported: tuple[str, ...]  # modules, or what is imported from them
+    body: _CodeFacts
+    functions: list[_CodeFacts]
+
+
+class ImportChanges:
+    """What the user's modules change while they are imported, by name."""
+
+    def __init__(self, modules: Iterable[str] = ()) -> None:
+        self._by_bodies: dict[str, set[str]] = {}  # modules
+        self._by_functions: set[str] = set()
+        self._by_methods: set[str] = set()
+        waiting: list[_CodeFacts] = []
+        uncalled: dict[str, list[_CodeFacts]] = {}
+        for module in modules:
+            facts = facts_of(module)
+            for name in facts.body.changed:
+                self._by_bodies.setdefault(name, set()).add(module)
+            waiting.append(facts.body)
+            for part in facts.functions:
+                uncalled.setdefault(part.name, []).append(part)
+        called = [
+            part for parts in uncalled.values() for part in parts if part.is_run
+        ]
+        bodies = len(waiting)
+        waiting += called
+        for part in waiting:  # grows
+            for name in part.used:
+                waiting += uncalled.pop(name, ())
+        for part in waiting[bodies:]:
+            self._by_functions |= part.changed
+            self._by_methods |= part.changed_own
+
+    def has(self, module: str, path: Path) -> bool:
+        """Returns whether imports change a variable, or what is in there.
+
+        What the body of its own module does is a part of what it is.
+        """
+        names = [step for step in path if isinstance(step, str)]
+        if not names:
+            return False
+        name = names[-1]
+        others = self._by_bodies.get(name, set()) - {module}
+        if others or name in self._by_functions:
+            return True
+        return len(names) > 1 and name in self._by_methods
+
+
+_known: dict[str, _ModuleFacts] = {}
+
+
+def facts_of(name: str) -> _ModuleFacts:
+    """Returns what the code of an imported module says."""
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    known = _known.get(name)
+    if known is not None and known.spec is spec:
+        return known
+    try:
+        assert spec is not None
+        code = spec.loader.get_code(name)
+        found = _read(spec, code, getattr(module, "__package__", None))
+    except Exception:  # it has no code, or somebody has edited the file
+        nothing = _CodeFacts("", frozenset(), frozenset())
+        found = _ModuleFacts(spec, frozenset(), (), nothing, [])
+    _known[name] = found
+    return found
+
+
+def _read(spec: Any, code: types.CodeType, package: str | None) -> _ModuleFacts:
+    bodies = [one for one in nested_code(code) if not _is_function(one)]
+    functions = [
+        _function(one)
+        for body in bodies
+        for one in body.co_consts
+        if isinstance(one, types.CodeType) and _is_function(one)
+    ]
+    changed = {target.names[-1] for target in changes_of(bodies)}
+    return _ModuleFacts(
+        spec,
+        names_in(code),
+        imported_names(code, package),
+        _CodeFacts("", _used_by(bodies), frozenset(changed)),
+        functions,
+    )
+
+
+def _is_function(code: types.CodeType) -> bool:
+    return bool(code.co_flags & inspect.CO_OPTIMIZED)
+
+
+def _function(code: types.CodeType) -> _CodeFacts:
+    codes = [*nested_code(code)]
+    name, is_making = code.co_name, code.co_name in MAKING
+    if is_making:  # who names the class calls it
+        name = code.co_qualname.split(".")[-2:][0]
+    changed: set[str] = set()
+    changed_own: set[str] = set()
+    for target in changes_of(codes):
+        if target.root not in (Root.SELF, Root.CLASS):
+            changed.add(target.names[-1])
+        elif not (is_making and target.root is Root.SELF):
+            changed_own.add(target.names[-1])
+    return _CodeFacts(
+        name, _used_by(codes), frozenset(changed), frozenset(changed_own)
+    )
+
+
+def _used_by(codes: list[types.CodeType]) -> frozenset[str]:
+    return frozenset(
+        step.argval
+        for code in codes
+        for step in _steps_at_import(code)
+        if step.opname in _LOADING
+    )
+
+
+def _steps_at_import(code: types.CodeType) -> Iterator[dis.Instruction]:
+    """Yields the instructions of code, but not `if __name__ == "__main__"`."""
+    steps = instructions(code)
+    end = 0  # of what a script alone does
+    for number, step in enumerate(steps):
+        if step.offset < end:
+            continue
+        if step.argval == "__name__" and step.opname == "LOAD_NAME":
+            then = [one.argval for one in steps[number + 1 : number + 3]]
+            jumps = [
+                one.argval
+                for one in steps[number + 3 : number + 5]
+                if one.opname.startswith("POP_JUMP") and "FALSE" in one.opname
+            ]
+            if then == ["__main__", "=="] and jumps:
+                end = jumps[0]
+        yield step

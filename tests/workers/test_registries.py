@@ -1,0 +1,309 @@
+"""Modules register in one another while they are imported, in workers too."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import numpy as np
+import pytest
+from places import KINDS
+
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+_PROCESSES = KINDS["process"]
+_DATA = """
+import numpy as np
+import registry_base
+{at_top}
+from keras_fastdata import FastPyDataset
+
+class Data(FastPyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        {in_build}
+        return np.array([registry_parts.value(), registry_base.count()])
+"""
+# Each has a base, in which parts register, and the parts. `value` and `count`
+# are of what the parts have registered.
+_REGISTRIES = {
+    "a function that refuses a name twice": (
+        """
+NAMES, TABLE = [], {}
+def register(function):
+    if function.__name__ in NAMES or function.__name__ in TABLE:
+        raise KeyError(f"{function.__name__} is already registered")
+    NAMES.append(function.__name__)
+    TABLE[function.__name__] = function
+    return function
+def count(): return len(NAMES) + len(TABLE)
+""",
+        """
+@registry_base.register
+def one(): return 1
+@registry_base.register
+def two(): return 2
+def value(): return registry_base.TABLE[registry_base.NAMES[-1]]()
+""",
+    ),
+    "a method that refuses a name twice": (
+        """
+class Registry:
+    def __init__(self):
+        self.table = {}
+    def register(self, name):
+        def register(function):
+            assert name not in self.table
+            self.table[name] = function
+            return function
+        return register
+KNOWN = Registry()
+def count(): return len(KNOWN.table)
+""",
+        """
+@registry_base.KNOWN.register("one")
+def _one(): return 1
+def value(): return registry_base.KNOWN.table["one"]()
+""",
+    ),
+    "a base class that refuses a subclass twice": (
+        """
+class Base:
+    known = {}
+    def __init_subclass__(cls):
+        assert cls.__name__ not in Base.known
+        Base.known[cls.__name__] = cls
+def count(): return len(Base.known)
+""",
+        """
+class One(registry_base.Base): ...
+value = lambda: len(registry_base.Base.known["One"].__name__)
+""",
+    ),
+    "a subclass of dict that refuses a key twice": (
+        """
+class Table(dict):
+    def __setitem__(self, key, value):
+        assert key not in self
+        super().__setitem__(key, value)
+TABLE = Table()
+def count(): return len(TABLE)
+""",
+        """
+registry_base.TABLE["one"] = 1
+def value(): return registry_base.TABLE["one"]
+""",
+    ),
+    "numbers that a function counts": (
+        """
+latest = 0
+def next_number():
+    global latest
+    latest += 1
+    return latest
+def count(): return latest
+""",
+        """
+class One: number = registry_base.next_number()
+class Two: number = registry_base.next_number()
+def value(): return Two.number
+""",
+    ),
+    "a list that the body of a module appends to": (
+        """
+names = []
+def count(): return len(names)
+""",
+        """
+registry_base.names.append("one")
+if len(registry_base.names) == 1:
+    def value(): return 1
+else:
+    def value(): return 2
+""",
+    ),
+    "a function that works once": (
+        """
+is_ready = False
+def prepare():
+    global is_ready
+    if is_ready:
+        raise RuntimeError("prepared twice")
+    is_ready = True
+def count(): return int(is_ready)
+""",
+        """
+registry_base.prepare()
+def value(): return 1
+""",
+    ),
+}
+_PARTS = "import registry_parts"
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes a module; the test's end removes all."""
+    written = []
+
+    def write(name, text):
+        (tmp_path / f"{name}.py").write_text(text)
+        importlib.invalidate_caches()
+        written.append(name)
+
+    monkeypatch.syspath_prepend(tmp_path)
+    yield write
+    for name in written:
+        sys.modules.pop(name, None)
+
+
+def _write_all(write, registry, **imports):
+    base, parts = _REGISTRIES[registry]
+    write("registry_base", base)
+    write("registry_parts", "import registry_base\n" + parts)
+    places = {"at_top": "", "in_build": ""} | imports
+    write("registry_data", _DATA.format(**places))
+    return importlib.import_module("registry_data").Data
+
+
+def _batches(dataset):
+    with dataset:
+        return [np.array(list(dataset)).tolist() for _ in range(2)]
+
+
+@pytest.mark.parametrize("registry", _REGISTRIES)
+def test_workers_register_what_modules_register_in_the_modules_they_import(
+    registry, write
+):
+    data = _write_all(write, registry, at_top=_PARTS)
+    expected = _batches(data(workers=0))
+    assert _batches(data(**_PROCESSES)) == expected
+
+
+@pytest.mark.parametrize("registry", _REGISTRIES)
+def test_so_do_builds_that_import_what_the_program_has_imported(
+    registry, write
+):
+    data = _write_all(write, registry, in_build=_PARTS)
+    expected = _batches(data(workers=0))
+    assert _batches(data(**_PROCESSES)) == expected
+
+
+@pytest.mark.parametrize("registry", _REGISTRIES)
+def test_so_do_builds_that_import_a_module_whose_name_they_compute(
+    registry, write
+):
+    computed = "import importlib; registry_parts = importlib.import_module"
+    data = _write_all(
+        write, registry, in_build=computed + "('_'.join(['registry', 'parts']))"
+    )
+    expected = _batches(data(workers=0))
+    assert _batches(data(**_PROCESSES)) == expected
+
+
+_CONFIG = """
+size = 1
+def set_size(new):
+    global size
+    size = new
+class Settings:
+    def __init__(self):
+        self.size = 1
+    def update(self, **values):
+        self.__dict__.update(values)
+    def set_size(self, size):
+        self.size = size
+settings = Settings()
+"""
+_CHOICE = """
+import choice_config
+if {} == 2:
+    def value(): return 2
+else:
+    def value(): return 1
+"""
+_CHOOSING = """
+import numpy as np
+import choice_config, choice_made
+from keras_fastdata import FastPyDataset
+
+class Data(FastPyDataset):
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self.size = choice_config.size + choice_config.settings.size
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        size = choice_config.size + choice_config.settings.size
+        return np.array([choice_made.value(), size])
+"""
+_SETS = {
+    "size": lambda config, size: config.set_size(size),
+    "settings.size": lambda config, size: config.settings.set_size(size),
+    "int(settings.size)": lambda config, size: config.settings.update(
+        size=size
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _SETS)
+def test_a_module_chose_by_what_a_function_of_another_one_had_set(name, write):
+    """The function is called by the program, and not by imports."""
+    write("choice_config", _CONFIG)
+    write(
+        "choice_made", _CHOICE.format(name.replace("s", "choice_config.s", 1))
+    )
+    write("choice_data", _CHOOSING)
+    config = importlib.import_module("choice_config")
+    _SETS[name](config, 2)
+    data = importlib.import_module("choice_data")
+    with data.Data(**_PROCESSES) as dataset:
+        for size in (2, 3):
+            _SETS[name](config, size)
+            assert [batch.tolist() for batch in dataset] == [[2, size + 1]] * 2
+
+
+_LOADING = """
+import numpy as np
+import loading_config
+from keras_fastdata import FastPyDataset
+
+class Data(FastPyDataset):
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self.at_load = loading_config.size
+
+    def on_worker_start(self):
+        # In names that are computed: what code assigns, workers are not told.
+        getattr(loading_config, "na" + "mes").append("started")
+        setattr(loading_config, "si" + "ze", 5)
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        import loading_part
+        return np.array(
+            [self.at_load, loading_config.size, len(loading_config.names)]
+        )
+"""
+
+
+def test_what_a_worker_sets_itself_outlives_an_import(write):
+    write("loading_config", "size = 1\nnames = []")
+    write(
+        "loading_part",
+        "import loading_config\n"
+        "assert loading_config.size == 1, loading_config.size\n"
+        "loading_config.names.append('part')\n",
+    )
+    write("loading_data", _LOADING)
+    config = importlib.import_module("loading_config")
+    importlib.import_module("loading_part")
+    data = importlib.import_module("loading_data")
+    config.size = 4
+    assert config.names == ["part"]
+    with data.Data(**_PROCESSES) as dataset:
+        assert np.array(list(dataset)).tolist() == [[4, 5, 2]] * 2
