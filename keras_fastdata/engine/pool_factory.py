@@ -13,6 +13,7 @@ from typing import Any
 
 from keras_fastdata.building import build, interface
 from keras_fastdata.building.interface import Dataset
+from keras_fastdata.building.script_names import show_script
 from keras_fastdata.engine import pickling_errors
 from keras_fastdata.engine.autotune import SettingsInEffect
 from keras_fastdata.engine.epoch import Epoch
@@ -270,6 +271,7 @@ def _maker_in_worker(
 ) -> Callable[[], build.Builder]:
     """Returns what a pickled `_BuilderMaker` becomes in a worker."""
     finish()
+    show_script(dataset)
     return functools.partial(
         build.builder_in_worker, dataset, seed, cached, check_results
     )

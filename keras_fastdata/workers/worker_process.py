@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -43,6 +44,8 @@ class Surroundings:
         path: `sys.path`.
         argv: `sys.argv`.
         umask: File mode creation mask.
+        authkey: The key with which processes of `multiprocessing` know one
+            another, as of a `Manager`.
     """
 
     environ: tuple[tuple[str, str], ...]
@@ -50,6 +53,7 @@ class Surroundings:
     path: tuple[Any, ...]
     argv: tuple[str, ...]
     umask: int
+    authkey: bytes = dataclasses.field(repr=False)
 
     @staticmethod
     def of_this_process(environ: Mapping[str, str]) -> Surroundings:
@@ -60,6 +64,7 @@ class Surroundings:
             tuple(import_folders()),
             tuple(getattr(sys, "argv", [])),
             _umask(),
+            bytes(multiprocessing.current_process().authkey),
         )
 
     def apply(self) -> None:
@@ -79,6 +84,7 @@ class Surroundings:
         sys.path[:] = self.path
         sys.argv[:] = self.argv
         os.umask(self.umask)
+        multiprocessing.current_process().authkey = self.authkey
 
 
 _applied: Surroundings | None = None  # to this process, or to its fork server

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -125,6 +126,9 @@ def forked(
     own = Files(*map(os.dup, files.all()))
     _open_files_again()
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    # As `multiprocessing.Process` does: the proxies of a `Manager` then have
+    # a connection of their own.
+    multiprocessing.util._run_after_forkers()  # type: ignore[attr-defined] # noqa: SLF001
     return _end_alone(main(own, make_builder, segment, own_pidfd))
 
 
