@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import collections
+import configparser
 import dataclasses
 import enum
 import functools
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -21,6 +23,7 @@ NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 OPEN = (
     *NAMESPACES,
     *(collections.UserDict, collections.UserList, collections.ChainMap),
+    *(threading.Event, configparser.RawConfigParser),
 )
 CODE = (enum.Enum, type)
 _KEYS = (str, bytes, int, float, type(None), *CODE)

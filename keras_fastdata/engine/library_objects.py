@@ -21,6 +21,7 @@ from keras_fastdata.engine.plain_values import CONTAINERS, MAPPINGS
 from keras_fastdata.engine.sent_digest import checksum_of
 from keras_fastdata.engine.slow_descriptions import once_if_slow
 from keras_fastdata.engine.stable_pickle import StablePickler
+from keras_fastdata.memory import rebuilt_classes
 from keras_fastdata.memory.limited_stream import LimitedStream, LimitError
 from keras_fastdata.memory.reducers import Pickler, Reduced
 
@@ -30,27 +31,40 @@ CODE_TYPES = (
     *(type, types.ModuleType, types.FunctionType, types.MethodType),
     *(types.BuiltinFunctionType, types.CodeType, np.ufunc),
 )
+_CODE = (type, types.FunctionType)
 _NOT_OF_LIBRARIES = (
     *(types.CellType, types.MappingProxyType),
     *(*CONTAINERS, *MAPPINGS, *NAMESPACES),
 )
 
 
-class SmallPickler(Pickler):
+class ScriptPickler(Pickler):
     """Pickles an object, unless that takes long or is of no use to a worker.
 
     Raises:
-        LimitError: In `dump`, if there are objects of certain libraries, or
-            code of `__main__`, which a worker would make a second time.
+        LimitError: In `dump`, if there are objects of certain libraries.
     """
 
     def reducer_override(self, obj: Any) -> Reduced:
-        kind: Any = type(obj)
-        is_code = isinstance(obj, (type, types.FunctionType))
-        if is_main(obj.__module__) if is_code else is_left_out(kind):
+        is_code = isinstance(obj, (*_CODE, rebuilt_classes.MemberMaker))
+        if not is_code and is_left_out(type(obj)):
             raise LimitError
         reduced: Reduced = super().reducer_override(obj)
         return reduced
+
+
+class SmallPickler(ScriptPickler):
+    """Does the same for what is not of `__main__`.
+
+    Raises:
+        LimitError: In `dump`, also if there is code of `__main__`, which a
+            worker would make a second time.
+    """
+
+    def reducer_override(self, obj: Any) -> Reduced:
+        if isinstance(obj, _CODE) and is_main(obj.__module__):
+            raise LimitError
+        return super().reducer_override(obj)
 
 
 class _ContentPickler(SmallPickler, StablePickler):

@@ -6,6 +6,7 @@ that a worker can import is sent by its name, and everything else by a pickle.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib
 import io
@@ -19,10 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata._modules import is_main, is_users_class
+from keras_fastdata.building.attributes import attributes_of
 from keras_fastdata.building.variables import ABSENT, Variable
 from keras_fastdata.engine.kinds import is_frozen, kind_of
 from keras_fastdata.engine.library_objects import (
     CODE_TYPES,
+    ScriptPickler,
     SmallPickler,
     digest_of,
     is_left_out,
@@ -98,6 +101,43 @@ class Pickled(ToldForm):
         return pickle.loads(self.pickle.tobytes())
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class OfScript(ToldForm):
+    """Holds a value with classes or functions of `__main__` in it.
+
+    It is pickled with the dataset, so that both have the same ones.
+    """
+
+    value: Any
+    is_whole = True
+
+    def __deepcopy__(self, _: Any) -> OfScript:
+        return self
+
+    def is_missing(self, before: Any) -> bool:
+        if isinstance(self.value, _NAMED):
+            return before is not self.value
+        return kind_of(before) != kind_of(self.value)
+
+    def differs(self, before: Any) -> bool:
+        return self.is_missing(before) or (
+            [*map(id, _parts_of(before))] != [*map(id, _parts_of(self.value))]
+        )
+
+    def make(self) -> Any:
+        return self.value
+
+
+def _parts_of(value: Any) -> list[Any]:
+    """Returns the items of a container, and the attributes of an object."""
+    parts = [*attributes_of(value).values()]
+    if isinstance(value, dict):
+        parts += [*dict.keys(value), *dict.values(value)]
+    elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        parts += value
+    return parts
+
+
 def told_form(variable: Variable, value: Any) -> Any:
     """Returns the value, a `ToldForm`, or `NOT_TOLD`.
 
@@ -124,7 +164,7 @@ def told_form(variable: Variable, value: Any) -> Any:
     is_there = has_attributes and not variable.is_assigned
     if is_there and len(variable.path) > _MOST_STEPS:
         return NOT_TOLD
-    return pickled(value) or NOT_TOLD
+    return pickled(value) or of_script(value) or NOT_TOLD
 
 
 def can_be_told(value: Any) -> bool:
@@ -132,7 +172,8 @@ def can_be_told(value: Any) -> bool:
     # Code is told (see told_code.py), and so is the object of a method.
     if isinstance(value, (types.CodeType, types.MethodType)):
         return True
-    return can_be_sent(value) or None is not (_named(value) or pickled(value))
+    found = _named(value) or pickled(value) or of_script(value)
+    return can_be_sent(value) or found is not None
 
 
 def _named(value: Any) -> Named | None:
@@ -169,3 +210,17 @@ def pickled(value: Any) -> Pickled | None:
         return None
     pickled = np.frombuffer(stream.getvalue(), np.uint8)
     return Pickled(kind_of(value), digest_of(value), pickled)
+
+
+@once_if_slow
+def of_script(value: Any) -> OfScript | None:
+    """Returns a value of `__main__`, if its pickle is small."""
+    try:
+        ScriptPickler(LimitedStream(_forget), protocol=5).dump(value)
+    except Exception:
+        return None
+    return OfScript(value)
+
+
+def _forget(_: Any) -> None:
+    """Takes what is written, and keeps nothing."""

@@ -40,8 +40,8 @@ KindsByModule = dict[str, dict[Path, tuple[str, str]]]  # see `kind_of`
 LOST = (
     "This process has set `%s`, and worker processes do not see it: they "
     "import `%s` themselves, and are told of values alone that can be pickled "
-    "and have up to 1 MiB, of functions that can be imported, and of nothing "
-    "of Keras, TensorFlow, JAX or PyTorch. Make it an attribute of the dataset."
+    "and have up to 1 MiB, and of nothing of Keras, TensorFlow, JAX or "
+    "PyTorch. Make it an attribute of the dataset."
 )
 
 _TRAINS = (

@@ -6,6 +6,7 @@ import abc
 import argparse
 import array
 import collections
+import configparser
 import copy
 import dataclasses
 import datetime
@@ -1087,6 +1088,29 @@ def test_items_of_large_and_of_unusual_containers_are_variables(place, cache):
         ):
             change()
             assert [batch.tolist() for batch in dataset] == [use()] * 3
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("cache", [None, "memory"])
+def test_flags_and_configurations_of_the_standard_library_are_variables(
+    place, cache
+):
+    held, other = threading.Event(), threading.Event()
+    parser = configparser.ConfigParser()
+    parser["a"] = {"size": "0"}
+
+    def use(held, _):
+        return [held.is_set(), other.is_set(), int(parser["a"]["size"])]
+
+    with Holds(held, use, cache=cache, **EVERY_KIND[place]) as dataset:
+        for change in (
+            *(held.set, other.set, held.clear),
+            lambda: parser["a"].update(size="1"),
+            lambda: parser.set("a", "size", "2"),
+        ):
+            change()
+            batches = [batch.tolist() for batch in dataset]
+            assert batches == [use(held, 0)] * 3
 
 
 @pytest.mark.parametrize("kind", PLACES[2:])
