@@ -6,6 +6,7 @@ The training process describes the settings; the worker applies them.
 from __future__ import annotations
 
 import contextlib
+import csv
 import dataclasses
 import gc
 import multiprocessing
@@ -54,6 +55,7 @@ class Surroundings:
     argv: tuple[str, ...]
     umask: int
     authkey: bytes = dataclasses.field(repr=False)
+    limits: tuple[int, int]
 
     @staticmethod
     def of_this_process(environ: Mapping[str, str]) -> Surroundings:
@@ -65,6 +67,7 @@ class Surroundings:
             tuple(getattr(sys, "argv", [])),
             _umask(),
             bytes(multiprocessing.current_process().authkey),
+            (sys.getrecursionlimit(), csv.field_size_limit()),
         )
 
     def apply(self) -> None:
@@ -85,6 +88,9 @@ class Surroundings:
         sys.argv[:] = self.argv
         os.umask(self.umask)
         multiprocessing.current_process().authkey = self.authkey
+        recursion, field_size = self.limits
+        sys.setrecursionlimit(recursion)
+        csv.field_size_limit(field_size)
 
 
 _applied: Surroundings | None = None  # to this process, or to its fork server

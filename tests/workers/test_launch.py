@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import os
 import signal
@@ -242,6 +243,25 @@ def test_a_worker_sees_the_trainers_place(tmp_path, monkeypatch):
     assert cwd == str(tmp_path)
     assert late == "yes"
     assert argv == sys.argv
+
+
+def test_a_worker_has_the_limits_that_the_program_has_set():
+    class Limits(FastPyDataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return sys.getrecursionlimit(), csv.field_size_limit()
+
+    limits = sys.getrecursionlimit(), csv.field_size_limit()
+    sys.setrecursionlimit(5000)
+    csv.field_size_limit(10**9)
+    try:
+        with Limits(**PROCESSES) as dataset:
+            assert list(dataset) == [(5000, 10**9)]
+    finally:
+        sys.setrecursionlimit(limits[0])
+        csv.field_size_limit(limits[1])
 
 
 class Folder(FastPyDataset):
