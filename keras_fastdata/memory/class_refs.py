@@ -47,10 +47,14 @@ def resolve_class(
     found = _getattr_path(sys.modules.get(module), qualname)
     if isinstance(found, type):
         return found
+    return known_class(mark) or cloudpickle.loads(by_value)
+
+
+def known_class(mark: str | None) -> type | None:
+    """Returns the class with one of cloudpickle's ids, if it is there."""
     known = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", {})
-    if mark in known:
-        return known[mark]
-    return cloudpickle.loads(by_value)
+    found: type | None = known.get(mark)
+    return found
 
 
 def tracker_id(cls: type) -> str | None:

@@ -85,9 +85,14 @@ def setters(cls: type) -> Iterator[tuple[type, str]]:
 
 
 def _make_without_hooks(make: Callable[..., type], args: Any) -> type:
-    """Makes a class, while no hook of classes that were made again runs."""
+    """Makes a class, while no hook of classes that were made again runs.
+
+    A class that was made for an earlier message is not made again: hooks of
+    modules may refuse a second class of its name.
+    """
+    *_, tracker_id, _ = args
     with without(_hooks(args)):
-        made = make(*args)
+        made = class_refs.known_class(tracker_id) or make(*args)
         bases = _bases_in(args)
         if all(isinstance(base, type) for base in bases):
             bases = bases or (object,)

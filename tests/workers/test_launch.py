@@ -264,6 +264,38 @@ def test_a_worker_has_the_limits_that_the_program_has_set():
         csv.field_size_limit(limits[1])
 
 
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "portable"])
+@pytest.mark.parametrize("use", [os.read, os.pread, os.write])
+def test_the_number_of_a_file_of_the_trainers_is_no_file_of_a_worker(
+    method, use, tmp_path
+):
+    class Reading(FastPyDataset):
+        def __init__(self, fd, **kwargs):
+            super().__init__(**kwargs)
+            self.fd = fd
+
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            found = []
+            for fd in range(3, self.fd + 1):
+                try:
+                    use(fd, *{os.pread: (1, 0), os.read: (1,)}.get(use, (b"",)))
+                except OSError as error:
+                    found.append(error.errno)
+                else:
+                    found.append(0)
+            return np.array(found)
+
+    with open(tmp_path / "file", "w+b", buffering=0) as file:
+        # The numbers below are those of files that the trainer has.
+        fd = max(file.fileno(), 20)
+        with Reading(fd, start_method=method, **PROCESSES) as dataset:
+            (found,) = dataset
+    assert set(found.tolist()) == {errno.EBADF}
+
+
 class Folder(FastPyDataset):
     """Each batch is the name of the folder that it was built in."""
 

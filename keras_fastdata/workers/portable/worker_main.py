@@ -28,6 +28,7 @@ from keras_fastdata.workers import (
     worker_loop,
     worker_process,
 )
+from keras_fastdata.workers.low_descriptors import move_away
 from keras_fastdata.workers.messages import (
     MessageKind,
     ResultMessage,
@@ -66,6 +67,8 @@ def run(trainer: int, files: Sequence[int], pipes: Sequence[int]) -> NoReturn:
             the file for the worker's stacks.
         pipes: Handles of the pipes: tasks, questions; results, answers.
     """
+    moved = move_away([*files, *pipes])
+    files, pipes = moved[: len(files)], moved[len(files) :]
     start, dataset, heartbeats, stacks = map(launcher.inherited_file, files)
     tasks, questions = (
         launcher.inherited_pipe(end, writes=False) for end in pipes[:2]

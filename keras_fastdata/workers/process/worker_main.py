@@ -20,6 +20,7 @@ from keras_fastdata.memory import codec, os_limits, shared_state
 from keras_fastdata.memory.arena import Segment
 from keras_fastdata.workers import log_forwarding, messages, stack_dump
 from keras_fastdata.workers.base import Builds
+from keras_fastdata.workers.low_descriptors import move_away
 from keras_fastdata.workers.messages import TaskMessage
 from keras_fastdata.workers.process import sockets
 from keras_fastdata.workers.worker_loop import WorkerLoop, send_failure
@@ -76,6 +77,10 @@ def main(
         The exit status for the process.
     """
     _process_role.become_worker()
+    if segment is None:  # it does not have the trainer's descriptors
+        files = Files(*move_away(files.all()))
+        if trainer_pidfd is not None:
+            (trainer_pidfd,) = move_away([trainer_pidfd])
     stack_dump.enable(files.stacks)
     results = sockets.socket_of(files.results)
     try:
