@@ -50,7 +50,7 @@ class _FoundFunction(NamedTuple):
 class Assignments:
     """Collects what functions assign and edit that builds may call.
 
-    Builds call functions that something holds, special methods, methods that
+    Builds call functions that a container holds, special methods, methods that
     replace those of a library's class, and what is named by code that builds
     run. Others are for the program: a method `set_strength`, or `__init__` of a
     class that builds do not name; and special methods that change an object,
@@ -63,8 +63,8 @@ class Assignments:
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self._functions: list[_FoundFunction] = []
-        # The names of functions in their modules and classes, by id; "" if
-        # something else holds a function.
+        # The names of functions in their modules, classes and objects, by id;
+        # "" if something else holds a function.
         self._known_as: dict[int, set[str]] = {}
         self._variables: set[tuple[int, str]] = set()  # by the owner's id
         self._containers: set[int] = set()  # ids
@@ -75,7 +75,8 @@ class Assignments:
     def name(self, function: types.FunctionType, name: str) -> None:
         """Notes the name of a function in its module or class.
 
-        It is "" if an attribute, a container or the like holds the function.
+        It may also be that of an attribute, and is "" if a container or the
+        like holds the function.
         """
         self._known_as.setdefault(id(function), set()).add(name)
 

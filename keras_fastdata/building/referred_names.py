@@ -167,7 +167,8 @@ class _VariableSearch:
         elif isinstance(value, types.ModuleType):
             self._modules.append(value)
         elif isinstance(value, types.FunctionType):
-            self.assignments.name(value, "")
+            name = path[-1] if path and isinstance(path[-1], str) else ""
+            self.assignments.name(value, name)
             self._function(value, module, path)
         elif isinstance(value, type):
             self._class(value)
