@@ -247,7 +247,7 @@ class Fetcher:
             start = epoch.position
             first = {schedule.index_at(start + n) for n in range(count)}
             epoch.keep_peeked(first)
-        self._factory.note_peek()
+        self._factory.note_peek(workers)
         return peeked
 
     def _must_wait(self, fetch: Fetch) -> bool:
@@ -275,6 +275,8 @@ class Fetcher:
     def fill(self, workers: WorkerPool, epoch: Epoch) -> None:
         """Requests batches of `epoch` and, if possible, of the next epoch."""
         cache = self.results.cache
+        if epoch.remembers and not self._factory.builds_before_epoch:
+            return
         if (
             not self._prefetcher.fill(workers, epoch, cache)
             or not epoch.prefetches_next

@@ -291,7 +291,7 @@ class Loader:
             self._prefetcher.forget(self._pool.workers, epoch)
             epoch.issue_again_from(epoch.start)
         epoch.rewind()
-        self._factory.note_peek()
+        self._factory.note_peek(self._pool.workers)
 
     # -- before a batch ------------------------------------------------------
 

@@ -107,13 +107,26 @@ class PoolFactory:
         ):
             note_nothing_is_built()
 
-    def note_peek(self) -> None:
-        """Notes that first batches were built early, and nothing is built.
+    def note_peek(self, workers: WorkerPool | None) -> None:
+        """Notes that first batches were built early.
 
-        Threads go on to build, so their batches are dropped at any change.
+        Inline, and in threads with a cache, nothing more is built until the
+        epoch begins. So what changes until then, the program has changed.
+        Without a cache, threads go on to build, and their batches are dropped
+        at any change.
         """
-        if self._in_effect.now.kind is WorkerKind.INLINE:
+        kind = self._in_effect.now.kind
+        is_quiet = workers is None or not workers.busy
+        if kind is WorkerKind.INLINE or (
+            is_quiet and not self.builds_before_epoch
+        ):
             self._outside.look_again()
+
+    @property
+    def builds_before_epoch(self) -> bool:
+        """Whether workers may build more than the first batches before it."""
+        settings = self._in_effect.now
+        return settings.kind.has_copies or settings.cache is None
 
     def note_lost_state(self) -> None:
         """Notes that workers are replaced because they lack global state."""

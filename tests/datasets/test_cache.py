@@ -1526,6 +1526,68 @@ def test_fit_learns_the_same(kind, place, tmp_path):
     assert found == _fit(Trainable(**PLACES[place]))
 
 
+class Scheduled(FastPyDataset):
+    """Builds edit one item of its options, and callbacks another."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.options = {"level": 0, "file": None}
+        self.get, self.set = self._closures()
+
+    @staticmethod
+    def _closures():
+        level = 0
+
+        def get():
+            return level
+
+        def set(new):
+            nonlocal level
+            level = new
+
+        return get, set
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        if self.options["file"] is None:
+            self.options["file"] = "open"
+        levels = self.options["level"], self.get()
+        return np.array([levels], "float32"), np.zeros((1, 1), "float32")
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("hook", ["on_train_begin", "on_epoch_begin"])
+@pytest.mark.parametrize("place", ["inline", "1 thread", "4 threads"])
+def test_what_callbacks_set_before_the_first_batch_is_in_all_batches(
+    place, hook
+):
+    seen = []
+
+    class Records(keras.layers.Layer):
+        def call(self, inputs):
+            seen.append(inputs)
+            return inputs[:, :1]
+
+    dataset = Scheduled(cache="memory", **PLACES[place])
+
+    def set_all(*_):
+        dataset.options["level"] = 7
+        dataset.set(8)
+
+    callback = keras.callbacks.LambdaCallback(**{hook: set_all})
+    model = keras.Sequential([Records(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    with dataset:
+        model.fit(dataset, epochs=2, verbose=0, callbacks=[callback])
+        batches = [batch.tolist() for batch, _ in dataset]
+    assert batches == [[[7, 8]]] * 3
+    if keras.backend.backend() != "jax":  # whose steps are compiled
+        found = [keras.ops.convert_to_numpy(x).tolist() for x in seen[-6:]]
+        assert found == [[[7, 8]]] * 6
+
+
 @pytest.mark.backend
 @somewhere
 def test_epochs_from_the_cache_are_measured(place):
