@@ -7,6 +7,7 @@ import datetime
 import functools
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -155,6 +156,7 @@ class LoaderHealth(Callback):
         self._trained: EpochHealth | None = None  # the epoch under way
         self._timer: FitTimer | None = None  # of a `fit` that has begun
         self._began_s = self._called_s = 0.0
+        self._thread = 0  # that trains
         self._validates = False  # in the epoch under way
         self._epoch = 0
         self._skipped: list[recorder.Skipped] = []
@@ -186,8 +188,10 @@ class LoaderHealth(Callback):
     def summary(self) -> HealthSummary:
         """Returns the results of the latest `fit`, `evaluate` or `predict`.
 
-        While that runs: of the epochs that have ended.
+        While that runs: of the epochs that have ended. After an exception in
+        it, also of the epoch that the exception has ended.
         """
+        self._end_broken_off()
         timer = self._timer
         # Of a fit, the training rather than the validation.
         pool_stats = next(iter(self._pool_stats.values()), None)
@@ -213,6 +217,7 @@ class LoaderHealth(Callback):
             ImportError: Matplotlib is not installed (the extra `report`).
             RuntimeError: Nothing has been measured yet.
         """
+        self._end_broken_off()
         record = self._record
         if record is None and self._monitor is not None:
             record = self._make_record(self._monitor)  # as far as it has come
@@ -403,6 +408,7 @@ class LoaderHealth(Callback):
         self._record = None
         self._began = datetime.datetime.now().astimezone()
         self._began_s = self._called_s = time.monotonic()
+        self._thread = threading.get_ident()
         if self.trace is not None:
             self._writer = TraceWriter(self.trace)
         self._event_files = EventFiles(self._companions)
@@ -526,12 +532,35 @@ class LoaderHealth(Callback):
         self._end_nested()
         self._train_step(batch)
 
-    def _end(self) -> EpochHealth | None:
+    def _end_broken_off(self) -> None:
+        """Ends what an exception has ended: Keras then calls no hook."""
+        from keras_fastdata import keras_bridge
+
+        monitor, is_idle = self._monitor, self._measured is Measured.IDLE
+        if is_idle or monitor is None or self._thread != threading.get_ident():
+            return
+        if keras_bridge.trainer_at_work()[0]:
+            return
+        trains = monitor.phase == "train"
+        health, account = self._end(is_broken_off=True), None
+        if trains and self._timer is not None:
+            self._timer.end_steps(
+                monitor.ended_s, monitor.times, validates=False
+            )
+            account = self._timer.end_epoch(monitor.ended_s)
+        elif self._measured is Measured.FIT:
+            health = self._trained  # it has ended before the validation
+        self._move_to(Measured.IDLE)
+        if health is not None:
+            self._epochs.append(dataclasses.replace(health, account=account))
+        self._stop()
+
+    def _end(self, *, is_broken_off: bool = False) -> EpochHealth | None:
         monitor = self._monitor
         self._step = self._train_step = no_step
         if monitor is None:
             return None
-        health = monitor.end()
+        health = monitor.end(is_broken_off=is_broken_off)
         for phase, dataset in monitor.datasets.items():
             self._pool_stats[phase] = dataset.pool_stats
         return health

@@ -105,6 +105,7 @@ class EpochMonitor:
         steps: The latest steps.
         datasets: What was measured, by phase.
         times: The parts of what was measured last.
+        ended_s: When that ended, by `time.monotonic`.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class EpochMonitor:
         )
         self.datasets: dict[str, MonitoredDataset] = {}
         self.times = EpochTimes()
+        self.ended_s = 0.0
         self._sink = sink
         self._synchronize = synchronize
         self._fetches_ahead = fetches_ahead
@@ -184,8 +186,12 @@ class EpochMonitor:
             self._sink.begin(phase, epoch)
         self._clock.begin(epoch)
 
-    def end(self) -> EpochHealth | None:
+    def end(self, *, is_broken_off: bool = False) -> EpochHealth | None:
         """Ends the measurement of an epoch, and returns the `EpochHealth`.
+
+        Args:
+            is_broken_off: Whether an exception has ended it, at any time since
+                the beginning of the latest step.
 
         Returns:
             Its figures; `None` if no batch of ours was delivered in it.
@@ -193,10 +199,10 @@ class EpochMonitor:
         clock, self._clock, self.step = self._clock, None, no_step
         if clock is None:
             return None
-        timing = clock.end()
+        timing = clock.end(is_broken_off=is_broken_off)
         self._mark_compiled(timing.compiled)
         self.recorder.flush()
-        ended_s = time.monotonic()
+        self.ended_s = clock.at_s if is_broken_off else time.monotonic()
         batch_stats = self.recorder.batch_stats
         self.times = EpochTimes(
             hook_s=batch_stats.hook_s,
@@ -228,7 +234,7 @@ class EpochMonitor:
             first_wait_s=facts.first_wait_s,
             wait_s=max(0.0, facts.lost_s - facts.hook_s),
         )
-        return self._health(phase, facts, timing, pool_stats, ended_s)
+        return self._health(phase, facts, timing, pool_stats)
 
     def _facts(
         self, phase: str, timing: EpochTiming, pool_stats: PoolStats | None
@@ -286,10 +292,9 @@ class EpochMonitor:
         facts: Facts,
         timing: EpochTiming,
         pool_stats: PoolStats | None,
-        ended_s: float,
     ) -> EpochHealth:
         batch_stats = self.recorder.batch_stats
-        had_s = max(ended_s - self._began_s, 1e-9) * max(facts.workers, 1)
+        had_s = max(self.ended_s - self._began_s, 1e-9) * max(facts.workers, 1)
         latest = self._latest.get(phase)
         kind = kind_after(facts, *latest) if latest else kind_of(facts)
         self._latest[phase] = facts, kind

@@ -192,9 +192,18 @@ class StepClock:
         else:
             self._look_s = self._mark.at_s + self._recorder.interval_s
 
-    def end(self) -> EpochTiming:
-        """Ends the measurement, and returns the durations of the steps."""
-        self._end_step(SamplingState.OFF, last=True)
+    @property
+    def at_s(self) -> float:
+        """When the step under way began, or the measurement ended."""
+        return self._mark.at_s
+
+    def end(self, *, is_broken_off: bool = False) -> EpochTiming:
+        """Ends the measurement, and returns the durations of the steps.
+
+        The step under way counts, unless an exception has broken it off.
+        """
+        if not is_broken_off:
+            self._end_step(SamplingState.OFF, last=True)
         self._running = False
         self._look_s = 0.0
         need_s = self._need_s()

@@ -29,6 +29,7 @@ from keras_fastdata.keras_bridge.keras_internals import (
     is_asked_whether_to_shuffle,
     is_within_fit,
     set_initial_epoch,
+    trainer_at_work,
     values_in_training,
     warn_of_what_is_off,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "register",
     "set_initial_epoch",
     "spec_of",
+    "trainer_at_work",
     "training",
     "values_in_training",
 ]

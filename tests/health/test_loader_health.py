@@ -1299,6 +1299,47 @@ def test_it_plots_and_a_notebook_shows_it(simulated_time):
     assert "io_bound" in health._repr_html_()
 
 
+class BreaksOff(keras.callbacks.Callback):
+    """Interrupts an epoch as Ctrl-C does, or its validation."""
+
+    def __init__(self, epoch, hook):
+        super().__init__()
+        self.epoch = epoch
+        setattr(self, hook, self._interrupt)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.current = epoch
+
+    def _interrupt(self, batch, logs=None):
+        if (batch, self.current) == (4, self.epoch):
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_begin", "on_train_batch_end", "on_test_batch_end"]
+)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_an_epoch_that_was_interrupted_is_in_the_summary(epoch, hook):
+    health = LoaderHealth(0)
+    model, data = _model(), {"validation_data": SlowData()}
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(
+            SlowData(),
+            epochs=3,
+            verbose=0,
+            callbacks=[health, BreaksOff(epoch, hook)],
+            **data,
+        )
+    summary = health.summary()
+    assert len(summary.epochs) == epoch + 1
+    assert summary.epochs[-1].batches >= 4
+    assert summary.verdict is not None
+    assert summary.account.waiting_s > 0
+    assert str(health.summary()) == str(summary)
+    model.fit(SlowData(), verbose=0, callbacks=[health])
+    assert len(health.summary().epochs) == 1
+
+
 def test_what_a_broken_fit_has_done_can_be_plotted():
     pytest.importorskip("matplotlib")
 
