@@ -23,6 +23,17 @@ class Registry:
         return function
 
 settings, known = Settings(), Registry()
+
+class Meta(type):
+    made = []
+    def __new__(meta, name, bases, names):
+        assert name not in [one.__name__ for one in Meta.made]
+        made = super().__new__(meta, name, bases, names)
+        Meta.made.append(made)
+        return made
+
+class Base(metaclass=Meta):
+    pass
 """
 _SCRIPT = """
 import enum, functools, warnings
@@ -35,6 +46,9 @@ SHIFT = 5
 
 class Mode(enum.Enum):
     ONE, TWO = 1, 2
+
+class Derived(config.Base):
+    pass
 
 class Item:
     def __init__(self, number):
@@ -76,6 +90,7 @@ class Data(FastPyDataset):
             type(self.item) is config.kind, config.mode is self.mode,
             config.mode is Mode.TWO, self.function is config.transform,
             self.model is config.model, isinstance(config.model, Item),
+            len(config.Meta.made), config.Meta.made[-1] is Derived,
         ], int)
 
 def change(epoch):
@@ -105,10 +120,10 @@ if __name__ == "__main__":
     epochs(**{kind!r})
 """
 _EPOCHS = [
-    [1, 1, 1, 1, 2, 1, 4, 1, 1, 0, 1, 3, 1, 1, 0, 1, 1, 1],
-    [2, 1, 1, 1, 2, 1, 4, 1, 1, 0, 1, 9, 1, 0, 1, 0, 1, 1],
-    [50, 2, 2, 5, 2, 2, 11, 1, 1, 0, 1, 9, 1, 0, 1, 0, 1, 1],
-    [50, 2, 2, 6, 2, 2, 77, 2, 2, 0, 1, 100, 1, 0, 1, 0, 0, 1],
+    [1, 1, 1, 1, 2, 1, 4, 1, 1, 0, 1, 3, 1, 1, 0, 1, 1, 1, 2, 1],
+    [2, 1, 1, 1, 2, 1, 4, 1, 1, 0, 1, 9, 1, 0, 1, 0, 1, 1, 2, 1],
+    [50, 2, 2, 5, 2, 2, 11, 1, 1, 0, 1, 9, 1, 0, 1, 0, 1, 1, 2, 1],
+    [50, 2, 2, 6, 2, 2, 77, 2, 2, 0, 1, 100, 1, 0, 1, 0, 0, 1, 2, 1],
 ]
 # What depends on the index, by its place above.
 _BY_INDEX = {**dict.fromkeys((0, 1, 3, 5, 7, 8), 1), 9: 7}
