@@ -37,6 +37,8 @@ _IN_PLACE = {
 }
 _WITH = {"__enter__", "__exit__", "__aenter__", "__aexit__"}
 _CHANGING = {"__setstate__", *_SET_ITEM, *_SET_ATTRIBUTE, *_IN_PLACE, *_WITH}
+# Those that run where a class is made, as imports do, but not builds.
+_MAKING_CLASS = {"__init_subclass__", "__set_name__", "__prepare__"}
 
 
 class _FoundFunction(NamedTuple):
@@ -117,6 +119,8 @@ class Assignments:
         bases = () if kind is None else kind.__mro__
         if kind is not None and function.__name__ in _MAKING:
             return any(one.__name__ in used for one in _with_subclasses(kind))
+        if function.__name__ in _MAKING_CLASS:
+            return False
         return any(
             name == ""
             or name in used

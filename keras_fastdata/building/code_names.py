@@ -11,12 +11,19 @@ import dataclasses
 import dis
 import enum
 import functools
+import itertools
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from keras_fastdata._modules import imports_in, instructions, nested_code
+from keras_fastdata._modules import (
+    imports_in,
+    instructions,
+    is_users,
+    names_in,
+    nested_code,
+)
 
 # Methods that edit a container.
 _EDITING = {
@@ -107,6 +114,47 @@ def changes_of(parts: Iterable[types.CodeType]) -> set[Target]:
     for part in parts:
         scan.follow(part)
     return {one for one in scan.assigned | scan.edited if one.names}
+
+
+def modules_passed_on(
+    code: types.CodeType, variables: dict[str, Any]
+) -> Iterator[types.ModuleType]:
+    """Yields the user's modules that code may give to other code.
+
+    The other code then reads variables there that this code does not name.
+
+    Args:
+        code: The code, with code objects nested inside it.
+        variables: Its global variables.
+    """
+    names, passed_on = names_in(code), _names_passed_on(code)
+    waiting, seen = [variables], {id(variables)}
+    for held in waiting:  # grows
+        for name in names & held.keys():
+            module = held[name]
+            if isinstance(module, types.ModuleType) and is_users(
+                module.__name__
+            ):
+                if name in passed_on:
+                    yield module
+                if id(vars(module)) not in seen:
+                    seen.add(id(vars(module)))
+                    waiting.append(vars(module))
+    for name, _ in imports_in(code, variables.get("__package__")):
+        if is_users(name) and name in sys.modules:
+            yield sys.modules[name]
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_passed_on(code: types.CodeType) -> frozenset[str]:
+    """Returns names of values of which code not only reads an attribute."""
+    return frozenset(
+        step.argval
+        for part in nested_code(code)
+        for step, after in itertools.pairwise(instructions(part))
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR")
+        and after.opname not in ("LOAD_ATTR", "LOAD_METHOD")
+    )
 
 
 class _Scan:

@@ -39,6 +39,7 @@ from keras_fastdata.building.attributes import (
     is_gone,
     slot_values,
 )
+from keras_fastdata.building.code_names import modules_passed_on
 
 _MOST_VISITED = 20_000  # objects of the dataset, and as many outside
 _MOST_LOOKED_INTO = 100  # containers, also if they hold data alone
@@ -253,6 +254,9 @@ def _named_by(
                 if name in sys.modules:
                     found = {name: sys.modules[name]}
                     yield from _globals_of(found, names | {name})
+            for module in modules_passed_on(value.__code__, around):
+                name = module.__name__
+                yield name, module, sys.modules, name
         return
     if isinstance(value, types.ModuleType):
         own = first_items(vars(value))

@@ -44,7 +44,7 @@ from keras_fastdata.building.attributes import (
     slots_of,
 )
 from keras_fastdata.building.cached_functions import calls_of, runs_of
-from keras_fastdata.building.code_names import names_of
+from keras_fastdata.building.code_names import modules_passed_on, names_of
 from keras_fastdata.building.process_variables import process_variables
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.building.variables import (
@@ -61,6 +61,7 @@ from keras_fastdata.building.variables import (
     Variable,
     is_key,
     is_users_object,
+    last_name,
     part_at,
     parts_of,
 )
@@ -167,8 +168,7 @@ class _VariableSearch:
         elif isinstance(value, types.ModuleType):
             self._modules.append(value)
         elif isinstance(value, types.FunctionType):
-            name = path[-1] if path and isinstance(path[-1], str) else ""
-            self.assignments.name(value, name)
+            self.assignments.name(value, last_name(path))
             self._function(value, module, path)
         elif isinstance(value, type):
             self._class(value)
@@ -327,6 +327,7 @@ class _VariableSearch:
             read = functools.partial(variables.__getitem__, name)
             self._note(read, variables, name, home, (name,))
             self._module(variables.get(name), every)
+        self._modules += modules_passed_on(code, variables)
         for name, parts in names.imported:
             self._module(sys.modules.get(name), every)
             self._imports(name, parts)

@@ -137,6 +137,12 @@ def name_of(module: str, path: Path) -> str:
     return name
 
 
+def last_name(path: Path) -> str:
+    """Returns the name with which a path ends; "" if it ends otherwise."""
+    last = path[-1] if path else ""
+    return last if isinstance(last, str) else ""
+
+
 def is_key(value: Any) -> bool:
     """Returns whether a path may have an item with this key."""
     if type(value) is tuple:

@@ -275,10 +275,9 @@ class Fetcher:
     def fill(self, workers: WorkerPool, epoch: Epoch) -> None:
         """Requests batches of `epoch` and, if possible, of the next epoch."""
         cache = self.results.cache
-        if epoch.remembers and not self._factory.builds_before_epoch:
-            return
         if (
-            not self._prefetcher.fill(workers, epoch, cache)
+            (epoch.remembers and not self._factory.builds_before_epoch)
+            or not self._prefetcher.fill(workers, epoch, cache)
             or not epoch.prefetches_next
             or not epoch.may_prefetch_next
             or not self._in_effect.now.builds_next_epoch
@@ -405,8 +404,7 @@ class Fetcher:
         """Returns the inline-built batch, or an `Outcome` if there is none."""
         assert fetch.inline is not None
         self._prefetcher.drain_results(workers)
-        is_busy = workers.busy
-        fetch.move(DRAINING if is_busy else BUILDING)
+        fetch.move(DRAINING if (is_busy := workers.busy) else BUILDING)
         if is_busy or not (built := fetch.inline.collect()):
             return Outcome.PENDING
         fetch.move(LOOKING)

@@ -40,7 +40,7 @@ import stat
 import sys
 import types
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -70,8 +70,21 @@ _DATA = (
     *(operator.attrgetter, operator.itemgetter, operator.methodcaller),
     *(re.Pattern, uuid.UUID, types.EllipsisType),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
-    *(bytearray, collections.deque, array.array),
+    *(bytearray, collections.deque, array.array, types.MappingProxyType),
 )
+_ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
+# Texts and numbers that Python keeps in each class.
+_PYTHONS = {"__firstlineno__", "__module__", "__qualname__"}
+# What somebody may have written in a class, and what counts of it.
+_WRITTEN: dict[str, Callable[[Any], Any]] = {
+    "__annotations__": lambda annotations: _texts_of(annotations),
+    "__dataclass_fields__": lambda fields: [
+        dict(field.metadata) for field in fields.values() if field.metadata
+    ],
+    "__doc__": lambda text: text,
+    "__match_args__": lambda names: names,
+    "__slots__": lambda names: names,
+}
 _PLAIN = (*_DATA, type, types.FunctionType)
 _TABLES = {"pandas", "polars", "pyarrow"}
 # What code has in it that looks for a name in a module, or in its own one.
@@ -236,12 +249,25 @@ def _of_class(kind: type) -> Iterator[Any]:
         yield type(kind)
     for name, value in sorted(vars(kind).items()):
         is_code = callable(value) or hasattr(type(value), "__get__")
-        if name.startswith("__") and (
-            not is_code or isinstance(value, types.GetSetDescriptorType)
+        if name in _WRITTEN:
+            value = _WRITTEN[name](value)
+        elif name.startswith("__") and (
+            name in _PYTHONS
+            or not (is_code or isinstance(value, (str, int, float)))
+            or isinstance(value, types.GetSetDescriptorType)
         ):
             continue  # Python's own, and not all of it there at once
-        yield name
-        yield from _inside(value)
+        if value or name not in _WRITTEN:
+            yield name
+            yield from _inside(value)
+
+
+def _texts_of(annotations: dict[str, Any]) -> dict[str, str]:
+    """Returns annotations as texts that are the same in each run."""
+    return {
+        name: _ADDRESS.sub("", repr(value))
+        for name, value in annotations.items()
+    }
 
 
 def _of_function(function: types.FunctionType) -> Iterator[Any]:
@@ -250,6 +276,8 @@ def _of_function(function: types.FunctionType) -> Iterator[Any]:
     yield from _of_code(code)
     yield function.__defaults__
     yield function.__kwdefaults__
+    if function.__annotations__:
+        yield _texts_of(function.__annotations__)
     for name, value in sorted(function.__dict__.items()):
         yield name
         yield from _of_global(value)
@@ -275,7 +303,13 @@ def _found_by_name(
     As in `getattr(transforms, self.name)`: the source of the whole module then
     counts.
     """
-    values = [around[name] for name in names if name in around]
+    values = [
+        value
+        for name in names
+        if name in around
+        for _, value in _named(name, around[name], names, set())
+    ]
+    values += [around[name] for name in names if name in around]
     if not _IN_OWN_MODULE.isdisjoint(names):
         values.append(sys.modules.get(around.get("__name__", "")))
     if not _IN_MODULES.isdisjoint(names):
@@ -366,7 +400,7 @@ def _named(
     elif id(value) not in seen and not is_installed(value.__name__):
         seen.add(id(value))
         held = vars(value)
-        for name in names:
+        for name in (*names, "__getattr__"):
             if name in held:
                 yield from _named(f"{known}.{name}", held[name], names, seen)
 
@@ -421,4 +455,6 @@ def _inside(value: Any) -> tuple[Any, ...]:
         return value.func, value.args, value.keywords
     if isinstance(value, functools._lru_cache_wrapper):
         return (value.__wrapped__,)
+    if isinstance(value, types.MappingProxyType):
+        return (dict(value),)
     return (value,)

@@ -245,8 +245,7 @@ class EpochMonitor:
         losses = () if pool_stats is None else pool_stats.losses
         restarts = sum(loss.at_s >= self._began_s for loss in losses)
         now = cpu.read()
-        busy_cores = cpu.busy_cores(self._cores, now)
-        allowed = now.allowed
+        allowed, busy_cores = now.allowed, cpu.busy_cores(self._cores, now)
         if pool_stats is not None and pool_stats.cores is not None:
             allowed, busy_cores = pool_stats.cores, None  # nobody tells
         return Facts(

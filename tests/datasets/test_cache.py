@@ -49,7 +49,7 @@ from cache_samples import (
 from hypothesis import example, given
 from hypothesis import strategies as st
 from places import PLACES, everywhere, quickly, somewhere
-from samples import Holds, Numbered, numbers
+from samples import Holds, Numbered, numbers, refused
 
 from keras_fastdata import (
     ArrayDataset,
@@ -888,6 +888,25 @@ _CALLED = {
         "f = max; return globals()['edi' + 'ted'](i)"
     ),
     "a name in a text": "f = max; return eval('edi' + 'ted')(i)",
+    "the type of an attribute": "class f: k: 'VALUE'; return f.__annotations__",
+    "the type of an argument": (
+        "def f(i: 'VALUE'): pass; return f.__annotations__"
+    ),
+    "what is noted with a field": (
+        "import dataclasses\n"
+        "@dataclasses.dataclass\n"
+        "class f:\n"
+        "    k: int = dataclasses.field(default=1, metadata={'k': VALUE}); "
+        "return f.__dataclass_fields__['k'].metadata['k']"
+    ),
+    "a special name": "class f: __version__ = VALUE; return f.__version__",
+    "the names in a match": (
+        "class f: __match_args__ = ('a',) * VALUE; return f.__match_args__"
+    ),
+    "the docstring of a class": "class f: 'VALUE'; return f.__doc__",
+    "a view of a dict": (
+        "import types\nf = types.MappingProxyType({'k': VALUE}); return f['k']"
+    ),
     "a subclass": (
         "f = Called; return [g().run(i) for g in f.__subclasses__()]"
     ),
@@ -1007,7 +1026,7 @@ def test_a_script_in_which_code_looks_for_a_name_counts_as_a_whole(
 def test_what_workers_build_without_a_value_stays_out_of_a_directory(
     tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(conf, "transform", lambda x: -x)
+    monkeypatch.setattr(conf, "transform", refused(lambda x: -x))
     use = lambda _, index: conf.transform(index)  # noqa: E731
     cached = {"cache": tmp_path, "cache_version": 1}
     for _ in range(2):

@@ -570,11 +570,12 @@ def test_a_dataset_may_hold_the_model_that_trains_on_it():
         far_generators.imported,
         far_generators.imported_with_its_module,
         far_generators.of_a_module_by_a_text,
+        far_generators.of_a_module_that_is_an_argument,
         lambda: HasMeta.rng.integers(2**60),
     ],
     ids=[
         *("a class in a function", "cached", "import", "module", "text"),
-        "metaclass",
+        *("argument", "metaclass"),
     ],
 )
 def test_one_that_is_far_from_the_dataset_is_seeded(draw):

@@ -75,6 +75,14 @@ def of_a_module_by_a_text():
     return getattr(generator_kinds, "RNG").integers(2**60)  # noqa: B009
 
 
+def _drawn_from(module):
+    return module.RNG.integers(2**60)
+
+
+def of_a_module_that_is_an_argument():
+    return _drawn_from(generator_kinds)
+
+
 class Meta(type):
     """Has a generator."""
 

@@ -32,6 +32,7 @@ from auto_samples import (
     Waits,
 )
 from places import quickly
+from samples import refused
 
 from keras_fastdata import GeneratorDataset, LoaderHealth
 from keras_fastdata._dataset_internals import loader_of
@@ -343,7 +344,7 @@ EVERY = [(index, 3) for index in range(20)]
 def test_what_processes_cannot_be_told_is_built_here(goes, monkeypatch, kind):
     goes((2, True), (0, False), after=1000)
     for module in (auto_config, auto_config_late):
-        monkeypatch.setattr(module, "scale", lambda x: 3 * x)
+        monkeypatch.setattr(module, "scale", refused(lambda x: 3 * x))
     with kind(workers="auto") as dataset:
         assert factors_of(dataset, 2) == 2 * EVERY
         assert dataset.workers == 0
@@ -355,7 +356,7 @@ def test_what_processes_cannot_be_told_later_is_built_here(goes, monkeypatch):
 
     def change(epoch):
         if epoch == 1:
-            monkeypatch.setattr(auto_config, "scale", lambda x: 3 * x)
+            monkeypatch.setattr(auto_config, "scale", refused(lambda x: 3 * x))
 
     with Scales(workers="auto") as dataset:
         before = [(index, 1) for index in range(20)]

@@ -53,7 +53,7 @@ from outside_samples import (
 )
 from PIL import Image, ImageFile
 from places import EVERY_KIND
-from samples import Holds
+from samples import Holds, refused
 from sklearn import pipeline
 
 from keras_fastdata import FastPyDataset
@@ -302,7 +302,7 @@ def test_what_cannot_be_carried_is_said_once(patch, caplog):
     state.look(dataset, is_shared=False)
     assert not state.notice_changes()
     for _ in range(2):
-        patch.setattr(outside_samples, "_scaled", lambda value: value)
+        patch.setattr(outside_samples, "_scaled", refused())
         assert state.notice_changes()
         state.look(dataset, is_shared=False)
         assert not state.notice_changes()
@@ -312,11 +312,11 @@ def test_what_cannot_be_carried_is_said_once(patch, caplog):
 
 @pytest.mark.parametrize("kind", ["forkserver", "spawn"])
 @pytest.mark.parametrize("is_patched", [False, True])
-def test_a_lambda_that_replaces_a_function_is_said_to_be_lost(
+def test_what_pickle_refuses_in_place_of_a_function_is_said_to_be_lost(
     kind, is_patched, patch, caplog
 ):
     if is_patched:
-        patch.setattr(outside_samples, "_scaled", lambda value: value)
+        patch.setattr(outside_samples, "_scaled", refused())
     with Referring(**KINDS[kind]) as dataset:
         assert _walk(dataset).startswith("[1, ")
     said = [text for text in caplog.messages if "`outside_samples." in text]
@@ -431,7 +431,7 @@ def test_what_processes_are_to_share_is_said_to_be_lost(patch, caplog):
 def test_workers_that_share_a_fork_lose_nothing(patch, caplog):
     state = OutsideState()
     state.look(Referring(), is_shared=True)
-    patch.setattr(outside_samples, "_scaled", lambda value: value)
+    patch.setattr(outside_samples, "_scaled", refused())
     assert state.notice_changes()
     assert not caplog.messages
 
@@ -1088,6 +1088,35 @@ def test_items_of_large_and_of_unusual_containers_are_variables(place, cache):
         ):
             change()
             assert [batch.tolist() for batch in dataset] == [use()] * 3
+
+
+def _scale_of(settings):
+    return settings.Chosen.depth
+
+
+def _settings():
+    return conf
+
+
+MODULES_ON_THE_WAY = {
+    "an argument": lambda *_: _scale_of(conf),
+    "a result": lambda *_: _scale_of(_settings()),
+    "an item": lambda *_: sum(_scale_of(one) for one in (conf,)),
+    "an argument of a library's": lambda *_: next(map(_scale_of, [conf])),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize("way", MODULES_ON_THE_WAY)
+def test_a_module_may_be_given_to_code_that_reads_its_variables(
+    way, cache, place, patch
+):
+    use = MODULES_ON_THE_WAY[way]
+    with Holds(0, use, cache=cache, **EVERY_KIND[place]) as dataset:
+        for depth in (3, 4):
+            patch.setattr(conf.Chosen, "depth", depth)
+            assert [int(batch) for batch in dataset] == [depth] * 3
 
 
 @pytest.mark.parametrize("place", PLACES)

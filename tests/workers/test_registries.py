@@ -202,6 +202,31 @@ def test_so_do_builds_that_import_a_module_whose_name_they_compute(
     assert _batches(data(**_PROCESSES)) == expected
 
 
+def test_numbers_in_the_order_of_imports_are_those_of_the_trainer(write):
+    """A worker may import the modules in another order."""
+    write(
+        "registry_base",
+        "class Base:\n"
+        "    known = []\n"
+        "    def __init_subclass__(cls):\n"
+        "        Base.known.append(cls)\n"
+        "        cls.number = len(Base.known)\n"
+        "def count(): return len(Base.known)\n",
+    )
+    write("registry_two", "import registry_base as b\nclass Two(b.Base): ...\n")
+    write(
+        "registry_parts",
+        "import registry_base as b\nclass One(b.Base): ...\n"
+        "import registry_two\n"
+        "def value(): return 10 * One.number + registry_two.Two.number\n",
+    )
+    places = {"at_top": _PARTS, "in_build": ""}
+    write("registry_data", _DATA.format(**places))
+    importlib.import_module("registry_two")
+    data = importlib.import_module("registry_data").Data
+    assert _batches(data(**_PROCESSES)) == [[[21, 2]] * 2] * 2
+
+
 _CONFIG = """
 size = 1
 def set_size(new):
