@@ -45,7 +45,7 @@ from keras_fastdata.building.attributes import (
 )
 from keras_fastdata.building.cached_functions import calls_of, runs_of
 from keras_fastdata.building.code_names import modules_passed_on, names_of
-from keras_fastdata.building.process_variables import process_variables
+from keras_fastdata.building.process_variables import ProcessVariables
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.building.variables import (
     CODE,
@@ -114,6 +114,7 @@ class _VariableSearch:
 
     def __init__(self, dataset: Any) -> None:
         self.assignments = Assignments(dataset)
+        self._process = ProcessVariables(dataset)
         self._found: list[_FoundVariable] = []
         self._dataset = dataset
         self._kind: type | None = None  # the class that is searched
@@ -143,6 +144,7 @@ class _VariableSearch:
 
     def found(self) -> Iterator[Variable]:
         """Yields what was found, with what is known of assignments."""
+        yield from self._process.of_others()
         assigned = self.assignments
         for variable, owner, name in self._found:
             yield dataclasses.replace(
@@ -321,7 +323,7 @@ class _VariableSearch:
         names, every = names_of(code, package), names_in(code)
         self._names |= every
         self.assignments.note(function, names, self._kind)
-        for read_there in process_variables(code, variables, self._dataset):
+        for read_there in self._process.of(code, variables):
             self._add(read_there)
         for name in names.variables:
             read = functools.partial(variables.__getitem__, name)

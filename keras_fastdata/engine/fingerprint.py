@@ -54,6 +54,7 @@ from keras_fastdata._modules import (
 from keras_fastdata._unimported import sources_of
 from keras_fastdata.building import interface
 from keras_fastdata.building.attributes import attributes_of, first_items
+from keras_fastdata.building.code_names import modules_passed_on
 from keras_fastdata.building.interface import Dataset
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.engine.cache import Cache, DiskCache, MemoryCache
@@ -293,6 +294,7 @@ def _of_function(function: types.FunctionType) -> Iterator[Any]:
                 yield from parts
     yield from _imported_by(code, around.get("__package__"))
     yield from _found_by_name(names, around)
+    yield from modules_passed_on(code, around)
 
 
 def _found_by_name(

@@ -16,6 +16,7 @@ import functools
 import importlib
 import multiprocessing
 import operator
+import os
 import random
 import re
 import sys
@@ -1088,6 +1089,29 @@ def test_items_of_large_and_of_unusual_containers_are_variables(place, cache):
         ):
             change()
             assert [batch.tolist() for batch in dataset] == [use()] * 3
+
+
+def _number_in(name):
+    return int(os.environ.get(name, "0"))
+
+
+class NamesOne(Holds):
+    name = "KFD_NUMBER"
+
+    def __getitem__(self, index):
+        return np.array([_number_in(self.name), _number_in("KFD_OTHER")])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("cache", [None, "memory"])
+def test_a_helper_may_read_the_environment_by_a_name_that_it_is_given(
+    cache, place, patch
+):
+    with NamesOne(0, None, cache=cache, **EVERY_KIND[place]) as dataset:
+        for number, other in ((0, 0), (1, 0), (1, 2)):
+            patch.setenv("KFD_NUMBER", str(number))
+            patch.setenv("KFD_OTHER", str(other))
+            assert np.array(list(dataset)).tolist() == [[number, other]] * 3
 
 
 def _scale_of(settings):
