@@ -213,9 +213,8 @@ class _VariableSearch:
         return True
 
     def _items(self, value: Any, module: str, path: Path) -> None:
-        items, held = _items_of(value), lambda: value
-        if is_users_object(value):
-            held = _reference(value)
+        items, is_object = _items_of(value), is_users_object(value)
+        held = _reference(value) if is_object else lambda: value
         base: Any = next(kind for kind in _BASES if isinstance(value, kind))
         is_large = base.__len__(value) > MOST_ITEMS
         if is_large and path[:1] in ((), (SELF,)):
