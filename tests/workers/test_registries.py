@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 
 import numpy as np
 import pytest
@@ -140,22 +139,6 @@ def value(): return 1
     ),
 }
 _PARTS = "import registry_parts"
-
-
-@pytest.fixture
-def write(tmp_path, monkeypatch):
-    """Writes a module; the test's end removes all."""
-    written = []
-
-    def write(name, text):
-        (tmp_path / f"{name}.py").write_text(text)
-        importlib.invalidate_caches()
-        written.append(name)
-
-    monkeypatch.syspath_prepend(tmp_path)
-    yield write
-    for name in written:
-        sys.modules.pop(name, None)
 
 
 def _write_all(write, registry, **imports):
