@@ -49,10 +49,14 @@ class ShownValues:
                 self._save(place)
                 content.put_back()
 
-    def show(self, name: str, key: str, value: Any) -> None:
-        """Gives a module's variable a value, if the module is there."""
+    def show(self, name: str, key: str, value: Any, *, stays: bool) -> None:
+        """Gives a module's variable a value, if the module is there.
+
+        `stays` is whether the variable has the value after the import, too.
+        """
         if name in sys.modules:
-            self._save((name, (key,)))
+            if not stays:
+                self._save((name, (key,)))
             give(sys.modules[name], (key,), value, is_whole=True)
 
     def end(self) -> None:

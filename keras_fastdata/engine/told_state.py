@@ -192,8 +192,9 @@ class _Received:
 
     def _show(self, name: str, seen: Seen) -> None:
         """Sets the settings of a module that another one saw at its import."""
+        is_new = name in self._imported
         for key, value in seen.get(name, {}).items():
-            self._shown.show(name, key, value)
+            self._shown.show(name, key, value, stays=is_new)
 
     def _end_import(self) -> None:
         self._shown.end()

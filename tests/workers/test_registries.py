@@ -315,3 +315,34 @@ def test_what_a_worker_sets_itself_outlives_an_import(write):
     assert config.names == ["part"]
     with data.Data(**_PROCESSES) as dataset:
         assert np.array(list(dataset)).tolist() == [[4, 5, 2]] * 2
+
+
+_BY_A_TEXT = """
+import numpy as np
+import text_config, text_made
+from keras_fastdata import FastPyDataset
+
+NAME = "mo" + "de"
+
+class Data(FastPyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return np.array(vars(text_config)[NAME] + text_made.value())
+"""
+
+
+def test_a_value_that_modules_saw_stays_where_code_finds_it_by_a_text(write):
+    write("text_config", "mode = 1")
+    write(
+        "text_made",
+        "import text_config\n"
+        "if text_config.mode == 2:\n    def value(): return 10\n"
+        "else:\n    def value(): return 20\n",
+    )
+    write("text_data", _BY_A_TEXT)
+    importlib.import_module("text_config").mode = 2
+    data = importlib.import_module("text_data")
+    with data.Data(**_PROCESSES) as dataset:
+        assert [int(batch) for batch in dataset] == [12] * 2
