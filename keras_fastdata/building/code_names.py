@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from keras_fastdata._modules import (
+    imported_names,
     imports_in,
     instructions,
     is_users,
@@ -140,9 +141,10 @@ def modules_passed_on(
                 if id(vars(module)) not in seen:
                     seen.add(id(vars(module)))
                     waiting.append(vars(module))
-    for name, _ in imports_in(code, variables.get("__package__")):
-        if is_users(name) and name in sys.modules:
-            yield sys.modules[name]
+    for name in imported_names(code, variables.get("__package__")):
+        module = sys.modules.get(name)
+        if isinstance(module, types.ModuleType) and is_users(name):
+            yield module
 
 
 @functools.lru_cache(maxsize=4096)
