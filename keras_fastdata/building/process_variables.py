@@ -36,7 +36,8 @@ class ProcessVariables:
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self._reads = False
-        self._texts: set[str] = set()  # of other code
+        # Other code, with its global variables.
+        self._others: list[tuple[types.CodeType, Mapping[str, Any]]] = []
 
     def of(
         self, code: types.CodeType, variables: Mapping[str, Any]
@@ -53,20 +54,23 @@ class ProcessVariables:
                     is_assigned = bool(names & _ASSIGNING) or text in assigned
                     yield _variable(text, is_assigned)
         else:
-            for part in nested_code(code):
-                self._texts |= {
-                    text
-                    for text in self._texts_of(part, variables)
-                    if _IN_CAPITALS.fullmatch(text) or text in os.environ
-                }
+            self._others.append((code, variables))
         if {"sys", "argv"} <= names or names & _PARSING:
             yield Variable(_arguments, ("argv",), "sys", by_value=False)
 
     def of_others(self) -> Iterator[Variable]:
         """Yields what code reads whose names other code has."""
-        if self._reads:
-            for text in sorted(self._texts):
-                yield _variable(text, is_assigned=False)
+        if not self._reads:
+            return
+        texts = {
+            text
+            for code, variables in self._others
+            for part in nested_code(code)
+            for text in self._texts_of(part, variables)
+            if _IN_CAPITALS.fullmatch(text) or text in os.environ
+        }
+        for text in sorted(texts):
+            yield _variable(text, is_assigned=False)
 
     def _texts_of(
         self, code: types.CodeType, variables: Mapping[str, Any]

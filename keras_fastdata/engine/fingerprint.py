@@ -305,16 +305,10 @@ def _found_by_name(
     As in `getattr(transforms, self.name)`: the source of the whole module then
     counts.
     """
-    values = [
-        value
-        for name in names
-        if name in around
-        for _, value in _named(name, around[name], names, set())
-    ]
-    values += [around[name] for name in names if name in around]
-    if not _IN_OWN_MODULE.isdisjoint(names):
-        values.append(sys.modules.get(around.get("__name__", "")))
     if not _IN_MODULES.isdisjoint(names):
+        values = [around[name] for name in names if name in around]
+        if not _IN_OWN_MODULE.isdisjoint(names):
+            values.append(sys.modules.get(around.get("__name__", "")))
         yield from (
             value
             for value in values
@@ -322,11 +316,12 @@ def _found_by_name(
             and not is_installed(value.__name__)
         )
     if "__subclasses__" in names:
-        for value in values:
-            if isinstance(value, type):
-                yield from sorted(
-                    type.__subclasses__(value), key=lambda c: c.__qualname__
-                )
+        for name in names:
+            for _, value in _named(name, around.get(name), names, set()):
+                if isinstance(value, type):
+                    yield from sorted(
+                        type.__subclasses__(value), key=lambda c: c.__qualname__
+                    )
 
 
 def _of_global(value: Any) -> tuple[Any, ...]:

@@ -139,8 +139,9 @@ class _Notices:
             and (name not in cls.of or cls.of[name].spec is not spec)
         }
         if new:
-            settings = Noted(sys.modules if users_among(new) else ())
-            if users_among(new):
+            has_users = bool(users_among(new))
+            settings = Noted(sys.modules if has_users else ())
+            if has_users:
                 cls.changes = settings.changes
             folder = current_folder()
             for name, spec in new.items():

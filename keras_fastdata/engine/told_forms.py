@@ -103,7 +103,7 @@ class Pickled(ToldForm):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OfScript(ToldForm):
-    """Holds a value with classes or functions of `__main__` in it.
+    """Holds a value with code in it that travels by value, as of `__main__`.
 
     It is pickled with the dataset, so that both have the same ones.
     """
@@ -172,8 +172,9 @@ def can_be_told(value: Any) -> bool:
     # Code is told (see told_code.py), and so is the object of a method.
     if isinstance(value, (types.CodeType, types.MethodType)):
         return True
-    found = _named(value) or pickled(value) or of_script(value)
-    return can_be_sent(value) or found is not None
+    return can_be_sent(value) or None is not (
+        _named(value) or pickled(value) or of_script(value)
+    )
 
 
 def _named(value: Any) -> Named | None:
@@ -212,15 +213,15 @@ def pickled(value: Any) -> Pickled | None:
     return Pickled(kind_of(value), digest_of(value), pickled)
 
 
-@once_if_slow
 def of_script(value: Any) -> OfScript | None:
-    """Returns a value of `__main__`, if its pickle is small."""
+    """Returns a value whose code travels by value, if its pickle is small."""
+    return OfScript(value) if _has_small_pickle(value) else None
+
+
+@once_if_slow
+def _has_small_pickle(value: Any) -> bool:
     try:
-        ScriptPickler(LimitedStream(_forget), protocol=5).dump(value)
+        ScriptPickler(LimitedStream(lambda _: None), protocol=5).dump(value)
     except Exception:
-        return None
-    return OfScript(value)
-
-
-def _forget(_: Any) -> None:
-    """Takes what is written, and keeps nothing."""
+        return False
+    return True

@@ -155,32 +155,25 @@ def _batches(dataset):
         return [np.array(list(dataset)).tolist() for _ in range(2)]
 
 
+_COMPUTED = (
+    "import importlib; registry_parts = importlib.import_module("
+    "'_'.join(['registry', 'parts']))"
+)
+# How the data's module imports the parts. The program has imported what a
+# build imports before workers do: it builds inline first.
+_IMPORTS = {
+    "at the top": {"at_top": _PARTS},
+    "in a build": {"in_build": _PARTS},
+    "in a build, by a computed name": {"in_build": _COMPUTED},
+}
+
+
 @pytest.mark.parametrize("registry", _REGISTRIES)
+@pytest.mark.parametrize("imports", _IMPORTS)
 def test_workers_register_what_modules_register_in_the_modules_they_import(
-    registry, write
+    imports, registry, write
 ):
-    data = _write_all(write, registry, at_top=_PARTS)
-    expected = _batches(data(workers=0))
-    assert _batches(data(**_PROCESSES)) == expected
-
-
-@pytest.mark.parametrize("registry", _REGISTRIES)
-def test_so_do_builds_that_import_what_the_program_has_imported(
-    registry, write
-):
-    data = _write_all(write, registry, in_build=_PARTS)
-    expected = _batches(data(workers=0))
-    assert _batches(data(**_PROCESSES)) == expected
-
-
-@pytest.mark.parametrize("registry", _REGISTRIES)
-def test_so_do_builds_that_import_a_module_whose_name_they_compute(
-    registry, write
-):
-    computed = "import importlib; registry_parts = importlib.import_module"
-    data = _write_all(
-        write, registry, in_build=computed + "('_'.join(['registry', 'parts']))"
-    )
+    data = _write_all(write, registry, **_IMPORTS[imports])
     expected = _batches(data(workers=0))
     assert _batches(data(**_PROCESSES)) == expected
 
