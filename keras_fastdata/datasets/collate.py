@@ -283,12 +283,18 @@ class _TooLongError(_MisfitError):
     """Raised if a sample is longer than the length to pad to."""
 
 
+class _MaskedError(_MisfitError):
+    """Raised if a sample has masked values."""
+
+
 def _named(
     misfit: _MisfitError, indices: Sequence[int] | npt.NDArray[Any]
 ) -> ValueError:
     what = f"does not fit into a batch with sample {indices[0]}"
     if isinstance(misfit, _TooLongError):
         what = "is longer than `pad_to` allows"
+    elif isinstance(misfit, _MaskedError):
+        what = "has masked values, and a batch has no mask"
     return ValueError(f"Sample {indices[misfit.place]} {what}: {misfit}")
 
 
@@ -425,6 +431,7 @@ class _Column:
         )
 
     def put(self, place: int, part: Any) -> None:
+        _check_mask(place, part, self._where)
         leaf = _as_array(part)
         dtype = self._array.dtype
         if leaf.dtype != dtype and not np.can_cast(leaf.dtype, dtype, "safe"):
@@ -466,6 +473,7 @@ class _Gathered:
         self._where = where
 
     def put(self, place: int, part: Any) -> None:
+        _check_mask(place, part, self._where)
         # `get_sample` may fill the same buffer again for the next sample.
         self._rows.append(_as_array(part).copy())
 
@@ -522,6 +530,17 @@ def _common(rows: Column, where: str) -> tuple[list[_Shape], np.dtype[Any]]:
                 why = f"is {row.dtype}, not {rows[0].dtype}."
                 raise _MisfitError(place, f"{_called(where)} {why}")
     return shapes, np.result_type(*dtypes)
+
+
+def _check_mask(place: int, part: Any, where: str) -> None:
+    """Raises `_MaskedError` if the batch would have what a mask hides."""
+    if isinstance(part, np.ma.MaskedArray) and np.ma.is_masked(part):
+        raise _MaskedError(
+            place,
+            f"{_called(where)} has {np.ma.count_masked(part)} of them. Fill "
+            "them in `get_sample`, such as by `array.filled(0)`; return the "
+            "mask as an input of its own if the model needs it.",
+        )
 
 
 def _check_shape(

@@ -250,6 +250,7 @@ def test_sample_by_hand_has_a_generator_too():
 # -- samples that do not fit -------------------------------------------------
 
 
+MASKED = np.ma.masked_equal([1, 2], 2)
 RAGGED = [np.arange(n) for n in (2, 4, 3)]
 
 
@@ -337,6 +338,9 @@ def test_each_part_of_a_sample_is_padded_its_own_way():
         ([1, 2], {"pad_to": "all"}, '"longest", a length'),
         (RAGGED, {"pad_to": 4, "pad_value": 0.5}, "0.5` does not fit"),
         (RAGGED, {"pad_to": "longest", "pad_value": 0.5}, "0.5` does not fit"),
+        ([1, np.ma.masked], {}, "Sample 1 has masked values, and a batch has"),
+        ([MASKED], {}, r"Sample 0 has masked .* it has 1 of them\. Fill"),
+        ([{"x": MASKED}], {"pad_to": "longest"}, r"part \['x'\] has 1 of them"),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
 )
@@ -352,8 +356,9 @@ def test_samples_that_do_not_fit_are_told_apart(samples, kwargs, said):
         [(1.5, None), (2.5, None)],
         [[np.float64(1)], [np.float64(2)]],
         [collections.OrderedDict(a=True), collections.OrderedDict(a=False)],
+        [np.ma.array([1, 2]), np.ma.array([3, 4], mask=[False, False])],
     ],
-    ids=["words", "no targets", "lists", "dicts"],
+    ids=["words", "no targets", "lists", "dicts", "masks that hide nothing"],
 )
 def test_samples_of_all_kinds_are_stacked(samples):
     (batch,) = batches(SampleDataset(samples, workers=0))
