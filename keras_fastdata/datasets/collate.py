@@ -537,7 +537,7 @@ def _check_mask(place: int, part: Any, where: str) -> None:
     if isinstance(part, np.ma.MaskedArray) and np.ma.is_masked(part):
         raise _MaskedError(
             place,
-            f"{_called(where)} has {np.ma.count_masked(part)} of them. Fill "
+            f"{_called(where)} has {np.sum(part.mask)} of them. Fill "
             "them in `get_sample`, such as by `array.filled(0)`; return the "
             "mask as an input of its own if the model needs it.",
         )

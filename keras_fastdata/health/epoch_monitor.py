@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -22,6 +21,7 @@ from keras_fastdata._dataset_internals import worker_limit
 from keras_fastdata.display.description import dataset_text
 from keras_fastdata.health.account import EpochTimes
 from keras_fastdata.health.facts import Facts
+from keras_fastdata.health.pool_reader import PoolReader
 from keras_fastdata.health.reasons import Kind, kind_after, kind_of
 from keras_fastdata.health.step_clock import EpochTiming, Step, StepClock
 from keras_fastdata.health.summary import EpochHealth, name_of
@@ -32,8 +32,6 @@ from keras_fastdata.metrics.pool_stats import PoolStats
 from keras_fastdata.metrics.recorder import BatchSource, BatchStats, Recorder
 from keras_fastdata.metrics.timing import INTERVAL_S
 
-# Reading a worker's memory walks its page tables.
-_MEMORY_INTERVAL_S = 3.0
 STEPS_KEPT = 8192
 
 
@@ -141,12 +139,7 @@ class EpochMonitor:
         self._settings: Any = None
         self._saving_s = 0.0  # within what is measured
         self._latest: dict[str, tuple[Facts, Kind]] = {}  # by phase
-        self._stacks: dict[str, collections.Counter[str]] = {}  # by phase
-        self._stacks_before: weakref.WeakKeyDictionary[
-            BatchSource, dict[str, int]
-        ] = weakref.WeakKeyDictionary()
-        self._memory_s = time.monotonic()  # when it was looked at
-        self._workers_nbytes: int | None = None
+        self._pool_reader = PoolReader()
 
     @property
     def phase(self) -> str:
@@ -219,9 +212,7 @@ class EpochMonitor:
             self._settings = source.settings  # "auto" may have changed them
         if not batch_stats.batches:
             return None
-        pool_stats = None if source is None else source.pool_stats()
-        if source is not None and pool_stats is not None:
-            pool_stats = self._add_stacks(phase, source, pool_stats)
+        pool_stats = self._pool_reader.read(phase, source)
         dataset = None if source is None else source.dataset
         self.datasets[phase] = MonitoredDataset(
             self._name,
@@ -317,7 +308,7 @@ class EpochMonitor:
             retried=batch_stats.retried,
             cores=facts.cores,
             busy_cores=facts.busy_cores,
-            workers_nbytes=self._weigh(pool_stats),
+            workers_nbytes=self._pool_reader.memory_nbytes(pool_stats),
             shared_nbytes=0 if pool_stats is None else pool_stats.shared_nbytes,
             facts=facts,
         )
@@ -355,18 +346,8 @@ class EpochMonitor:
 
     def _meet(self, source: BatchSource, stacks_before: dict[str, int]) -> None:
         self._name, self._settings = source.name, source.settings
-        self._stacks_before.setdefault(source, stacks_before)
+        self._pool_reader.meet(source, stacks_before)
         self._watch_lock()
-
-    def _add_stacks(
-        self, phase: str, source: BatchSource, pool_stats: PoolStats
-    ) -> PoolStats:
-        """Returns `pool_stats` with the sampled call stacks of one phase."""
-        stacks = self._stacks.setdefault(phase, collections.Counter())
-        stacks.update(pool_stats.stacks)
-        stacks.subtract(self._stacks_before.get(source, {}))
-        self._stacks_before[source] = pool_stats.stacks
-        return dataclasses.replace(pool_stats, stacks=dict(+stacks))
 
     def _watch_lock(self) -> None:
         """Starts to measure waits for the GIL if this process builds batches.
@@ -376,16 +357,6 @@ class EpochMonitor:
         settings = self._settings
         if settings and not settings.kind.has_copies:
             self._probe.watch()
-
-    def _weigh(self, pool_stats: PoolStats | None) -> int | None:
-        """Returns the workers' memory in bytes, measured at most every 3 s."""
-        if pool_stats is None or not pool_stats.pids:
-            return None
-        now_s = time.monotonic()
-        if now_s - self._memory_s >= _MEMORY_INTERVAL_S:
-            self._memory_s = now_s
-            self._workers_nbytes = ram.pss(pool_stats.pids.values())
-        return self._workers_nbytes
 
 
 def _free_s(
