@@ -98,6 +98,8 @@ def is_users_class(kind: type) -> bool:
     if kind.__module__ in ("builtins", "types"):
         is_known = getattr(types, kind.__name__, None) is kind
         return bool(kind.__flags__ & MADE_BY_CODE) and not is_known
+    if has_no_module(kind.__module__) and not kind.__flags__ & MADE_BY_CODE:
+        return False  # of a library in C, under a name that is no module's
     return is_users_code(kind.__module__)
 
 

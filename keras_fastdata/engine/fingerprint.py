@@ -13,6 +13,8 @@ A fingerprint covers
   that these import;
 - plain values and arrays in global variables, and within global objects, that
   this code names (see outside_values.py);
+- where such an object cannot be told from others, the source of the module
+  whose code names the object, and of its imports;
 - size and time of every file whose whole path is a `str`, `bytes` or path
   object anywhere in these.
 
@@ -30,16 +32,20 @@ import enum
 import functools
 import gc
 import inspect
+import io
 import logging
 import numbers
 import operator
 import os
 import pathlib
+import pickle
 import re
 import stat
 import sys
+import threading
 import types
 import uuid
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -51,17 +57,25 @@ from keras_fastdata._modules import (
     is_users_class,
     names_in,
 )
-from keras_fastdata._unimported import sources_of
+from keras_fastdata._unimported import FoundSource, sources_of
 from keras_fastdata.building import interface
-from keras_fastdata.building.attributes import attributes_of, first_items
+from keras_fastdata.building.attributes import (
+    attributes_of,
+    first_items,
+    slot_values,
+)
 from keras_fastdata.building.code_names import modules_passed_on
+from keras_fastdata.building.generator_wrappers import wrapper_of
 from keras_fastdata.building.interface import Dataset
 from keras_fastdata.building.seeding import PRIVATE
+from keras_fastdata.building.variables import OPEN
 from keras_fastdata.engine.cache import Cache, DiskCache, MemoryCache
+from keras_fastdata.engine.library_objects import CODE_TYPES, content_of
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.stable_pickle import Found, is_installed, pickle_of
 from keras_fastdata.engine.state_dict import hash_of
 from keras_fastdata.errors import LoaderError
+from keras_fastdata.memory import class_refs
 
 _LONGEST = 4096  # characters of a path
 _MOST_OBJECTS = 1000  # within a global object
@@ -87,6 +101,13 @@ _WRITTEN: dict[str, Callable[[Any], Any]] = {
     "__slots__": lambda names: names,
 }
 _PLAIN = (*_DATA, type, types.FunctionType)
+# What cannot be pickled, as a rule, and has no content that batches depend on.
+_WITHOUT_CONTENT = (
+    *(type(threading.Lock()), type(threading.RLock()), threading.local),
+    *(threading.Condition, threading.Semaphore, threading.Event),
+    *(types.GetSetDescriptorType, types.MemberDescriptorType),
+    *(logging.Logger, logging.Handler, io.IOBase),
+)
 _TABLES = {"pandas", "polars", "pyarrow"}
 # What code has in it that looks for a name in a module, or in its own one.
 _IN_OWN_MODULE = {"eval", "exec", "globals"}
@@ -223,8 +244,12 @@ def _digest_of_code(code: Any, found: Found) -> bytes:
     for part in parts:
         try:
             digests.append(pickle_of(part, found))
-        except Exception:  # a lock, a slot
+        except Exception:
             digests.append(type(part).__qualname__.encode())
+            home = sys.modules.get(code.__module__)
+            if home is not None and not isinstance(part, _WITHOUT_CONTENT):
+                # What made this part is in the source.
+                digests.append(pickle_of(home, found))
     return hash_of(digests)
 
 
@@ -274,6 +299,9 @@ def _texts_of(annotations: dict[str, Any]) -> dict[str, str]:
 def _of_function(function: types.FunctionType) -> Iterator[Any]:
     """Yields the parts of a function that a fingerprint covers."""
     code, around = function.__code__, function.__globals__
+    kind: Any = type(function)
+    if kind is not types.FunctionType:
+        yield _Untold()  # a wrapper that claims to be the function
     yield from _of_code(code)
     yield function.__defaults__
     yield function.__kwdefaults__
@@ -328,17 +356,11 @@ def _of_global(value: Any) -> tuple[Any, ...]:
     """Returns the parts of a global variable that a fingerprint covers.
 
     Of an object these are its class, those of the user's objects within, and
-    the user's functions and each `functools.partial` there: what else it holds
-    may differ from run to run.
+    the functions there: what else it holds may differ from run to run.
     """
     if isinstance(value, (*_PLAIN, functools.partial)):
         return _inside(value)
-    held: list[Any] = []
-    if isinstance(value, types.MethodType):
-        held = [value.__func__, value.__self__]
-    elif isinstance(value, np.ufunc):
-        held = gc.get_referents(value)  # the function of `np.frompyfunc`
-    return type(value), *_code_within([*attributes_of(value).values(), *held])
+    return type(value), *_code_within([value])
 
 
 def is_data(value: Any) -> bool:
@@ -364,28 +386,50 @@ def covers(value: Any) -> bool:
 
 
 def _code_within(waiting: list[Any]) -> Iterator[Any]:
-    """Yields the user's functions and classes of objects that objects hold."""
+    """Yields the functions and the user's classes that objects hold.
+
+    Yields a `_Untold` if there is something that cannot be told from others.
+    """
     seen: set[int] = set()
     for value in waiting:
         if id(value) in seen or len(seen) == _MOST_OBJECTS:
             continue
         seen.add(id(value))
-        if _is_users_function(value):
-            yield value
+        if isinstance(value, types.MethodType):
+            waiting += value.__func__, value.__self__
+        elif isinstance(value, weakref.ref):
+            waiting.append(value())
+        elif isinstance(value, (*CODE_TYPES, functools.partial)):
+            is_told = not isinstance(value, types.FunctionType) or (
+                not is_installed(value.__module__)
+                or class_refs.is_importable(value)
+            )
+            yield value if is_told else _Untold()
+            if isinstance(value, np.ufunc):
+                waiting += gc.get_referents(value)  # of `np.frompyfunc`
         elif isinstance(value, dict):
             waiting += first_items(value.values())
         elif isinstance(value, (list, tuple)):
             waiting += first_items(value)
-        elif not isinstance(value, type) and is_users_class(type(value)):
+        elif is_users_class(type(value)) or isinstance(value, OPEN):
             yield type(value)
             waiting += attributes_of(value).values()
+            waiting += (held for _, held in slot_values(value))
+        elif not (
+            isinstance(value, (*_DATA, *_WITHOUT_CONTENT))
+            or is_table(value)
+            or wrapper_of(value) is not None
+        ):
+            waiting += attributes_of(value).values()
+            if content_of(value) is None:
+                yield _Untold()
 
 
-def _is_users_function(value: Any) -> bool:
-    """Returns whether an object is a user's function or a `partial`."""
-    if isinstance(value, types.FunctionType):
-        return not is_installed(value.__module__)
-    return isinstance(value, functools.partial)
+class _Untold:
+    """Stands for an object that cannot be told from others of its class."""
+
+    def __reduce__(self) -> str:
+        raise pickle.PicklingError("an object that cannot be told from others")
 
 
 def _named(
@@ -409,10 +453,15 @@ def _imported_by(code: types.CodeType, package: str | None) -> Iterator[Any]:
         yield from _sources_of(module, names, seen)
 
 
-def _script(main: types.ModuleType) -> Iterator[bytes]:
-    """Yields the source of a script; a notebook has none."""
-    with contextlib.suppress(OSError, AttributeError):
-        yield pathlib.Path(str(main.__file__)).read_bytes()
+def _script(main: types.ModuleType) -> Iterator[str | bytes]:
+    """Yields the source of a script and of its imports; a notebook has none."""
+    with contextlib.suppress(OSError, AttributeError, SyntaxError, ValueError):
+        text = pathlib.Path(str(main.__file__)).read_bytes()
+        yield text
+        seen: set[str] = set()
+        script = FoundSource(main.__name__, text, main.__package__)
+        for module, names in script.imports:
+            yield from _sources_of(module, names, seen)
 
 
 def _sources_of(

@@ -5,7 +5,6 @@ Such as a scaler that the program has fitted, or a graph.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import pickle
 import types
@@ -20,6 +19,7 @@ from keras_fastdata.building.variables import NAMESPACES
 from keras_fastdata.engine.plain_values import CONTAINERS, MAPPINGS
 from keras_fastdata.engine.sent_digest import checksum_of
 from keras_fastdata.engine.slow_descriptions import once_if_slow
+from keras_fastdata.engine.stable_forms import packages_of
 from keras_fastdata.engine.stable_pickle import StablePickler
 from keras_fastdata.memory import rebuilt_classes
 from keras_fastdata.memory.limited_stream import LimitedStream, LimitError
@@ -81,19 +81,12 @@ class _ContentPickler(SmallPickler, StablePickler):
 
 def is_left_out(kind: Any) -> bool:
     """Returns whether objects of a class are not looked into."""
-    return not _packages_of(kind).isdisjoint(_LEFT_OUT)
+    return not packages_of(kind).isdisjoint(_LEFT_OUT)
 
 
 def is_left_out_module(name: str) -> bool:
     """Returns whether workers do not import a module on their own."""
     return name.partition(".")[0] in _LEFT_OUT
-
-
-@functools.lru_cache(maxsize=1024)
-def _packages_of(kind: Any) -> frozenset[str]:
-    """Returns the packages of a class and its base classes."""
-    modules = (str(base.__module__) for base in kind.__mro__)
-    return frozenset(module.partition(".")[0] for module in modules)
 
 
 def content_of(value: Any) -> str | None:
@@ -130,7 +123,7 @@ def digest_of(value: Any) -> str | None:
 def weights_of(value: Any) -> list[npt.NDArray[Any]]:
     """Returns the weights of a model or a layer of Keras or PyTorch."""
     kind: Any = type(value)
-    packages = _packages_of(kind)
+    packages = packages_of(kind)
     if "torch" in packages and hasattr(kind, "state_dict"):
         tensors = [*value.state_dict().values()]
         return [t.detach().cpu().float().numpy() for t in tensors]

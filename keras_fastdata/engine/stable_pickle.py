@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from keras_fastdata._modules import is_users
+from keras_fastdata.engine.stable_forms import stable_form
 from keras_fastdata.memory import class_refs, reducers
 
 _OURS = ("keras", "keras_fastdata")  # packages whose code is left out
@@ -52,6 +53,13 @@ class StablePickler(reducers.Pickler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.found = Found()
+
+    def reducer_override(self, obj: Any) -> reducers.Reduced:
+        """Replaces objects whose pickles differ from run to run."""
+        if (form := stable_form(obj)) is not None:
+            return tuple, (form,)
+        reduced: reducers.Reduced = super().reducer_override(obj)
+        return reduced
 
     def persistent_id(self, obj: Any) -> Any:
         """Collects an object's code and strings, and replaces some objects."""

@@ -10,6 +10,7 @@ by value only if the training process has neither.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from typing import Any
@@ -30,8 +31,14 @@ def reduce_class(cls: type) -> Any:
         cls.__module__,
         cls.__qualname__,
         tracker_id(cls),
-        cloudpickle.dumps(cls),
+        _by_value(cls),
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _by_value(cls: Any) -> bytes:
+    pickled: bytes = cloudpickle.dumps(cls)
+    return pickled
 
 
 def is_importable(cls: Any) -> bool:

@@ -25,6 +25,7 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata._modules import is_main
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import class_refs, layout
 from keras_fastdata.memory.arena import (
@@ -432,6 +433,9 @@ class _ArraysInTheSlot:
 
 class _BatchPickler(_ArraysInTheSlot, pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type) and is_main(obj.__module__):
+            # A worker's `__main__` may have a class that the script's has not.
+            return class_refs.reduce_class(obj)
         return self.reduce(obj)
 
 

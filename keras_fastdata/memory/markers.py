@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import operator
+import struct
 import sys
 import types
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from keras_fastdata._modules import MADE_BY_CODE, is_main, is_users
 
 Place = tuple[str, str]  # a module, and a name in it
 
+_POINTER = struct.calcsize("P")
 _NO_BASES = 2  # classes in the `__mro__`: its own, and `object`
 
 
@@ -90,12 +92,11 @@ def _variables_of(name: str) -> Iterator[tuple[Place, Any]]:
 
 
 def _has_content(value: Any) -> bool:
-    """Returns whether an object has attributes, or slots for attributes."""
+    """Returns whether an object has attributes, or room for other content."""
     kind: Any = type(value)
-    if any(
-        isinstance(part, types.MemberDescriptorType)
-        for part in vars(kind).values()
-    ):
-        return True
+    places = kind.__dictoffset__, kind.__weakrefoffset__
+    own = sum(_POINTER for place in places if place > 0)
+    if kind.__basicsize__ > object.__basicsize__ + own:
+        return True  # slots, or what a class that is written in C has
     has_dict = bool(kind.__dictoffset__)
     return has_dict and bool(object.__getattribute__(value, "__dict__"))

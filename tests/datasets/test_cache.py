@@ -910,6 +910,30 @@ _CALLED = {
     "a subclass": (
         "f = Called; return [g().run(i) for g in f.__subclasses__()]"
     ),
+    "a function of NumPy": "f = (np.floor, np.ceil)[VALUE % 2]; return f(i)",
+    "a function of Python": (
+        "f = (operator.neg, operator.abs)[VALUE % 2]; return f(i)"
+    ),
+    "a method of a dict": "f = {1: VALUE}.get; return f(1)",
+    "a library's function in an object": (
+        "f = Helper();f.g = (np.sum, np.max)[VALUE % 2]; return f.g(i)"
+    ),
+    "an object that cannot be pickled": (
+        "import struct\nf = struct.Struct('i' * VALUE); return f.size"
+    ),
+    "a method of what cannot be pickled": (
+        "import struct\nf = [struct.Struct('i' * VALUE).pack]; return f[0](i)"
+    ),
+    "an object that claims to be a function": (
+        "f = Posing(lambda i: i); return f(i)"
+    ),
+    "a layer of Keras": (
+        "import keras\nf = keras.layers.Rescaling(VALUE); return f(i)"
+    ),
+    "what a weak reference leads to": (
+        "import weakref\nkept = Helper();kept.run = VALUE\n"
+        "f = weakref.ref(kept); return f().run"
+    ),
     "a metaclass": (
         "Meta = type('Meta', (type,), {'k': VALUE});f = Meta('f', (), {}); "
         "return f.k"
@@ -942,6 +966,15 @@ class Called:
 class Helper:
     def run(self, number):
         return number * VALUE
+
+class Posing:
+    __class__ = property(lambda self: type(edited))
+    def __init__(self, function):
+        self.function = function
+    def __getattr__(self, name):
+        return getattr(self.function, name)
+    def __call__(self, number):
+        return self.function(number) * VALUE
 
 class Further(Called):
     def run(self, number):

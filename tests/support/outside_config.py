@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+import struct
 import types
 import typing
 
@@ -35,6 +36,7 @@ class Unset:
 
 UNSET = Unset()
 found = {"value": MISSING}
+layout = struct.Struct("<i")
 transform = abs
 
 

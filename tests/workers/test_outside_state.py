@@ -7,6 +7,7 @@ import argparse
 import array
 import collections
 import configparser
+import contextvars
 import copy
 import dataclasses
 import datetime
@@ -19,6 +20,7 @@ import operator
 import os
 import random
 import re
+import struct
 import sys
 import threading
 import types
@@ -58,7 +60,7 @@ from samples import Holds, refused
 from sklearn import pipeline
 
 from keras_fastdata import FastPyDataset
-from keras_fastdata._modules import is_users
+from keras_fastdata._modules import is_users, is_users_class
 from keras_fastdata.building.code_names import Root, names_of
 from keras_fastdata.building.referred_names import variables_of
 from keras_fastdata.engine import (
@@ -334,6 +336,21 @@ def test_a_marker_of_a_module_is_the_same_object_everywhere(place, patch):
         assert all(dataset)
         patch.setitem(conf.found, "other", [1])
         assert all(dataset)
+
+
+def test_a_class_in_c_is_not_the_users_if_its_module_is_unknown():
+    kind = type(contextvars.Token.MISSING)
+    assert kind.__module__ not in sys.modules
+    assert not is_users_class(kind)
+
+
+def test_an_object_with_content_in_c_is_no_marker(patch, caplog):
+    use = lambda *_: conf.layout.unpack(b"\1\0\0\0")[0]  # noqa: E731
+    with Holds(0, use, **EVERY_KIND["process"]) as dataset:
+        list(dataset)
+        patch.setattr(conf, "layout", struct.Struct(">i"))
+        assert {int(batch) for batch in dataset} == {1}
+    assert "has set `outside_config.layout`" in caplog.text
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -149,3 +149,38 @@ def test_workers_have_what_the_script_puts_into_a_module(
     ]
     assert ran.stdout.splitlines() == [*map(str, expected)], ran.stderr
     assert "do not see" not in ran.stderr
+
+
+_CLASSES = """
+import collections, warnings
+import numpy as np
+from keras_fastdata import FastPyDataset
+
+warnings.filterwarnings("ignore", "`start_method='fork'`")
+Outer = collections.namedtuple("Outer", "x y")
+
+def make(**kwargs):
+    Inner = collections.namedtuple("Inner", "x y")
+
+    class Data(FastPyDataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return (Outer if index else Inner)(np.full(2, index), np.ones(1))
+
+    return Data(**kwargs), Inner
+
+if __name__ == "__main__":
+    dataset, Inner = make(**{kind!r})
+    with dataset:
+        print([type(batch) for batch in dataset] == [Inner, Outer])
+"""
+
+
+@pytest.mark.parametrize("kind", quickly([*EVERY_KIND], "process"))
+def test_batches_are_of_the_classes_of_the_script(kind, tmp_path, zygote):
+    path = tmp_path / "script.py"
+    path.write_text(_CLASSES.replace("{kind!r}", repr(EVERY_KIND[kind])))
+    ran = zygote.run(path)
+    assert ran.stdout == "True\n", ran.stderr
