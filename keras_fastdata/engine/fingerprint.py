@@ -103,7 +103,7 @@ _WRITTEN: dict[str, Callable[[Any], Any]] = {
 _PLAIN = (*_DATA, type, types.FunctionType)
 # What cannot be pickled, as a rule, and has no content that batches depend on.
 _WITHOUT_CONTENT = (
-    *(type(threading.Lock()), type(threading.RLock()), threading.local),
+    *(type(threading.Lock()), type(threading.RLock())),
     *(threading.Condition, threading.Semaphore, threading.Event),
     *(types.GetSetDescriptorType, types.MemberDescriptorType),
     *(logging.Logger, logging.Handler, io.IOBase),
@@ -358,8 +358,10 @@ def _of_global(value: Any) -> tuple[Any, ...]:
     Of an object these are its class, those of the user's objects within, and
     the functions there: what else it holds may differ from run to run.
     """
-    if isinstance(value, (*_PLAIN, functools.partial)):
+    if isinstance(value, (*_PLAIN, functools.partial, staticmethod)):
         return _inside(value)
+    if isinstance(value, types.ModuleType):
+        return (value.__name__,)
     return type(value), *_code_within([value])
 
 
@@ -382,6 +384,8 @@ def covers(value: Any) -> bool:
         value,
         (types.ModuleType, types.MethodType, functools.partial, np.ufunc),
     )
+    if isinstance(value, types.BuiltinFunctionType):  # a method, or a function
+        is_code = isinstance(value.__self__, (types.ModuleType, type(None)))
     return is_code or isinstance(value, _PLAIN) or is_users_class(type(value))
 
 
@@ -421,7 +425,8 @@ def _code_within(waiting: list[Any]) -> Iterator[Any]:
             or wrapper_of(value) is not None
         ):
             waiting += attributes_of(value).values()
-            if content_of(value) is None:
+            is_local = isinstance(value, threading.local)  # pickled as empty
+            if is_local or content_of(value) is None:
                 yield _Untold()
 
 
@@ -435,10 +440,10 @@ class _Untold:
 def _named(
     known: str, value: Any, names: list[str], seen: set[int]
 ) -> Iterator[tuple[str, Any]]:
-    """Yields (name, value) of a variable, or of each variable in a module."""
-    if not isinstance(value, types.ModuleType):
+    """Yields (name, value) of a variable, or of each in a user's module."""
+    if not isinstance(value, types.ModuleType) or is_installed(value.__name__):
         yield known, value
-    elif id(value) not in seen and not is_installed(value.__name__):
+    elif id(value) not in seen:
         seen.add(id(value))
         held = vars(value)
         for name in (*names, "__getattr__"):

@@ -918,6 +918,20 @@ _CALLED = {
     "a library's function in an object": (
         "f = Helper();f.g = (np.sum, np.max)[VALUE % 2]; return f.g(i)"
     ),
+    "a static method": "f = staticmethod(edited); return f(i)",
+    "a class of a library in an object": (
+        "f = Helper();f.g = (set, tuple)[VALUE % 2]; return f.g(i)"
+    ),
+    "a module of a library": (
+        "import math, cmath\nf = (math, cmath)[VALUE % 2]; return f.sqrt(i)"
+    ),
+    "a module of a library in an object": (
+        "import math, cmath\nf = Helper();f.g = (math, cmath)[VALUE % 2]; "
+        "return f.g.sqrt(i)"
+    ),
+    "what is kept for a thread": (
+        "import threading\nf = threading.local();f.k = VALUE; return f.k"
+    ),
     "an object that cannot be pickled": (
         "import struct\nf = struct.Struct('i' * VALUE); return f.size"
     ),
