@@ -268,7 +268,8 @@ class OutsideState:
                 return Change.BY_PROGRAM
             if variable.is_assigned or variable.is_edited:
                 return Change.BY_BUILDS
-            self._changed_amid_builds = variable.name
+            if self._noticed < Change.BY_PROGRAM:  # else before the builds
+                self._changed_amid_builds = variable.name
             return Change.BY_PROGRAM
         if variable.is_kept:
             if variable.is_assigned:  # there is a new result

@@ -1783,6 +1783,21 @@ def _count_unseen(held, index):
     return index
 
 
+def test_builds_of_another_dataset_change_nothing_that_was_changed_before(
+    caplog,
+):
+    thing = types.SimpleNamespace(size=0)
+    use = lambda held, _: held.size  # noqa: E731
+    kinds = {"workers": 0, "cache": "memory"}
+    with Holds(thing, use, **kinds) as dataset:
+        for size in range(1, 5):
+            thing.size = size
+            with Holds(thing, use, workers=0) as other:
+                list(other)
+            assert [int(batch) for batch in dataset] == [size] * 3
+    assert not caplog.messages
+
+
 def test_a_cache_that_builds_empty_again_and_again_is_named_once(caplog):
     thing = types.SimpleNamespace(count=0)
     with Holds(thing, _count_unseen, workers=0, cache="memory") as dataset:
