@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from keras_fastdata._modules import current_folder
 from keras_fastdata.building.variables import ABSENT, SELF, Variable
-from keras_fastdata.engine.fingerprint import covers, is_data, is_table
+from keras_fastdata.engine.covered_values import covers, is_data, is_table
 from keras_fastdata.engine.library_objects import content_of
 from keras_fastdata.engine.plain_values import text_of, weakly
 

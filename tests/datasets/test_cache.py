@@ -929,6 +929,9 @@ _CALLED = {
         "import math, cmath\nf = Helper();f.g = (math, cmath)[VALUE % 2]; "
         "return f.g.sqrt(i)"
     ),
+    "a class of a dict in an object": (
+        "f = Helper();f.g = Table(); return f.g.run(i)"
+    ),
     "what is kept for a thread": (
         "import threading\nf = threading.local();f.k = VALUE; return f.k"
     ),
@@ -978,6 +981,10 @@ class Called:
     __call__ = run
 
 class Helper:
+    def run(self, number):
+        return number * VALUE
+
+class Table(dict):
     def run(self, number):
         return number * VALUE
 
