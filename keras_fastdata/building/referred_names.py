@@ -79,6 +79,7 @@ _FUNCTIONS = (types.FunctionType, *_METHODS)
 # What may change of a function.
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _BASES = (dict, list, tuple, collections.deque, np.ndarray)
+_UNUSUAL = (list, tuple, collections.deque, set, frozenset)
 _LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
 
 _log = logging.getLogger("keras_fastdata")
@@ -192,7 +193,7 @@ class _VariableSearch:
                     self.value(part)
             if isinstance(value, functools._lru_cache_wrapper):
                 self._results(value, module, path)
-            if _is_of_library(value) and self._is_new(value, bool(path)):
+            if _may_hold_code(value) and self._is_new(value, bool(path)):
                 self._others_of[type(value)] += 1
                 if self._others_of[type(value)] <= _MOST_OTHERS:
                     self._objects.append(place)
@@ -230,8 +231,8 @@ class _VariableSearch:
 
     def _object(self, value: Any, module: str, path: Path) -> None:
         if not is_users_object(value):
-            for name, part in _first_attributes(value):
-                is_named = bool(path) and not _is_librarys_own(part)
+            for name, part in _first_parts(value):
+                is_named = bool(path and name) and not _is_librarys_own(part)
                 self.value(part, module, (*path, name) * is_named)
             return
         self._class(type(value))
@@ -411,15 +412,34 @@ class _VariableSearch:
         self._found.append(_FoundVariable(variable, owner, name))
 
 
-def _first_attributes(value: Any) -> Iterator[tuple[str, Any]]:
+def _first_parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the attributes of an object of a library, with their names.
+
+    And the items of an unusual container, such as an `OrderedDict`, with "".
+    """
     attributes = attributes_of(value)
     for name in first_items(attributes):
         yield str(name), attributes.get(name)
+    for item in _unusual_items(value):
+        yield "", item
 
 
-def _is_of_library(value: Any) -> bool:
+def _unusual_items(value: Any) -> list[Any]:
+    """Returns the first items of a container that is none of `CONTAINERS`."""
+    if isinstance(value, types.MappingProxyType):
+        return first_items(value.values())
+    if isinstance(value, dict):
+        return first_items(dict.values(value))
+    is_container = isinstance(value, _UNUSUAL) and type(value) not in CONTAINERS
+    return first_items(value) if is_container else []
+
+
+def _may_hold_code(value: Any) -> bool:
+    """Returns whether an object may hold the user's functions or objects."""
     home = str(type(value).__module__).partition(".")[0]
-    return home not in sys.stdlib_module_names and home != "keras_fastdata"
+    if home not in sys.stdlib_module_names and home != "keras_fastdata":
+        return True
+    return any(not isinstance(v, _LEAVES) for v in _unusual_items(value))
 
 
 def _sources_to_import(

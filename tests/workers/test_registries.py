@@ -339,3 +339,52 @@ def test_a_value_that_modules_saw_stays_where_code_finds_it_by_a_text(write):
     data = importlib.import_module("text_data")
     with data.Data(**_PROCESSES) as dataset:
         assert [int(batch) for batch in dataset] == [12] * 2
+
+
+_CONTAINERS = {
+    "an OrderedDict": ("OrderedDict(one=f)", "known['one']()"),
+    "a defaultdict": ("defaultdict(None, one=f)", "known['one']()"),
+    "a set": ("{f}", "[*known][0]()"),
+    "a frozenset": ("frozenset([f])", "[*known][0]()"),
+    "a namedtuple": ("namedtuple('Known', 'one')(f)", "known.one()"),
+    "a view of a dict": ("MappingProxyType({'one': f})", "known['one']()"),
+    "a dict in an OrderedDict": (
+        "OrderedDict(a={'b': f})",
+        "known['a']['b']()",
+    ),
+}
+_OF_A_CONTAINER = """
+import numpy as np
+from held_base import known
+from keras_fastdata import FastPyDataset
+
+class Data(FastPyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return np.array(CALL)
+"""
+
+
+@pytest.mark.parametrize("what", _CONTAINERS)
+@pytest.mark.parametrize("kind", ["process", "memory"])
+def test_functions_in_any_container_are_searched_for_variables(
+    kind, what, write
+):
+    made, call = _CONTAINERS[what]
+    write("held_part", "number = 1\ndef f(): return number")
+    write(
+        "held_base",
+        "from collections import OrderedDict, defaultdict, namedtuple\n"
+        "from types import MappingProxyType\n"
+        f"from held_part import f\nknown = {made}\n",
+    )
+    write("held_data", _OF_A_CONTAINER.replace("CALL", call))
+    data = importlib.import_module("held_data")
+    part = importlib.import_module("held_part")
+    kinds = _PROCESSES if kind == "process" else {"cache": kind, "workers": 0}
+    with data.Data(**kinds) as dataset:
+        for number in (1, 2, 3):
+            part.number = number
+            assert [int(batch) for batch in dataset] == [number] * 2
