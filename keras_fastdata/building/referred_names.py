@@ -78,8 +78,8 @@ _METHODS = (staticmethod, classmethod)
 _FUNCTIONS = (types.FunctionType, *_METHODS)
 # What may change of a function.
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
-_BASES = (dict, list, tuple, collections.deque, np.ndarray)
-_UNUSUAL = (list, tuple, collections.deque, set, frozenset)
+_MAPPINGS: tuple[Any, ...] = (dict, types.MappingProxyType)
+_BASES = (*_MAPPINGS, list, tuple, collections.deque, np.ndarray)
 _LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
 
 _log = logging.getLogger("keras_fastdata")
@@ -234,6 +234,10 @@ class _VariableSearch:
             for name, part in _first_parts(value):
                 is_named = bool(path and name) and not _is_librarys_own(part)
                 self.value(part, module, (*path, name) * is_named)
+            if isinstance(value, _BASES):
+                self._containers.append(
+                    _Waiting(value, module, path, self._kind)
+                )
             return
         self._class(type(value))
         attributes, held = attributes_of(value), _reference(value)
@@ -415,23 +419,18 @@ class _VariableSearch:
 def _first_parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yields the attributes of an object of a library, with their names.
 
-    And the items of an unusual container, such as an `OrderedDict`, with "".
+    And the items of a set, with "" as names.
     """
     attributes = attributes_of(value)
     for name in first_items(attributes):
         yield str(name), attributes.get(name)
-    for item in _unusual_items(value):
+    for item in _items_of_set(value):
         yield "", item
 
 
-def _unusual_items(value: Any) -> list[Any]:
-    """Returns the first items of a container that is none of `CONTAINERS`."""
-    if isinstance(value, types.MappingProxyType):
-        return first_items(value.values())
-    if isinstance(value, dict):
-        return first_items(dict.values(value))
-    is_container = isinstance(value, _UNUSUAL) and type(value) not in CONTAINERS
-    return first_items(value) if is_container else []
+def _items_of_set(value: Any) -> list[Any]:
+    is_set = isinstance(value, (set, frozenset))
+    return first_items(value) if is_set else []
 
 
 def _may_hold_code(value: Any) -> bool:
@@ -439,7 +438,9 @@ def _may_hold_code(value: Any) -> bool:
     home = str(type(value).__module__).partition(".")[0]
     if home not in sys.stdlib_module_names and home != "keras_fastdata":
         return True
-    return any(not isinstance(v, _LEAVES) for v in _unusual_items(value))
+    if isinstance(value, _BASES):  # such as an `OrderedDict`
+        return not _holds_leaves(value)
+    return any(not isinstance(item, _LEAVES) for item in _items_of_set(value))
 
 
 def _sources_to_import(
@@ -481,15 +482,15 @@ def _search_in(
 
 def _items_of(container: Any) -> list[tuple[Any, Any]]:
     """Returns the first items of a container, with their keys or indices."""
-    is_mapping = isinstance(container, dict)
-    return first_items(
-        dict.items(container) if is_mapping else enumerate(container)
-    )
+    for kind in _MAPPINGS:
+        if isinstance(container, kind):
+            return first_items(kind.items(container))
+    return first_items(enumerate(container))
 
 
 def _holds_leaves(container: Any) -> bool:
     """Returns whether a container holds numbers, texts and the like alone."""
-    is_mapping = isinstance(container, dict)
+    is_mapping = isinstance(container, _MAPPINGS)
     return all(
         isinstance(item, _LEAVES)
         and not isinstance(item, np.ndarray)

@@ -20,7 +20,15 @@ from hypothesis import strategies as st
 from keras_facts import with_steps_per_execution
 from places import LONG_BUT_ON_JAX, PLACES, everywhere, quickly
 from resume_samples import PLACES as KILLED_PLACES
-from resume_samples import Begun, Drawn, Ends, Reshuffled, Shrinks
+from resume_samples import (
+    Begun,
+    Drawn,
+    Ends,
+    FailsOnce,
+    Reshuffled,
+    Shrinks,
+    Spoiled,
+)
 from samples import Numbered
 
 from keras_fastdata import (
@@ -84,17 +92,6 @@ def test_a_loop_goes_on_with_the_next_batch(place, shuffle):
         assert_same(found, expected[seen:])
 
 
-class _Fails(Drawn):
-    """Raises an error in place of one batch of one epoch."""
-
-    where = None  # the numbers of the epoch and of the batch
-
-    def __getitem__(self, index):
-        if (self.epoch, index) == self.where:
-            raise ValueError("on purpose")
-        return super().__getitem__(index)
-
-
 @everywhere
 @pytest.mark.parametrize(
     "where", quickly([(0, 0), (0, 3), (1, 0), (1, 6)], (0, 0), (1, 6))
@@ -102,7 +99,7 @@ class _Fails(Drawn):
 def test_a_batch_that_has_raised_is_the_next_of_the_state(place, where):
     with Drawn(seed=3) as dataset:
         expected = [batch for _ in range(2) for batch in dataset]
-    with _Fails(seed=3, **PLACES[place]) as dataset:
+    with FailsOnce(seed=3, **PLACES[place]) as dataset:
         dataset.where = where
         walk = itertools.chain.from_iterable([dataset, dataset])
         num_seen = 7 * where[0] + where[1]  # by index
@@ -122,7 +119,7 @@ def test_a_batch_that_has_raised_is_the_next_of_the_state(place, where):
     "where", quickly([(0, 0), (0, 3), (1, 0), (1, 6)], (0, 0), (1, 6))
 )
 def test_a_batch_that_has_raised_in_fit_is_the_next_of_the_state(where):
-    with _Fails(seed=3, shuffle=False) as dataset:
+    with FailsOnce(seed=3, shuffle=False) as dataset:
         dataset.where = where
         with pytest.raises(ValueError, match="on purpose"):
             fit(dataset, epochs=2)
@@ -638,15 +635,6 @@ def test_a_dataset_that_also_validates_goes_on_with_its_own_numbers(
     assert first + trained(tmp_path / "part") == whole
 
 
-class _Spoiled(Reshuffled):
-    """The last batch of its epochs cannot be built."""
-
-    def __getitem__(self, index):
-        if index == self.length - 1:
-            raise ValueError("on purpose")
-        return super().__getitem__(index)
-
-
 class _Latest(keras.metrics.Metric):
     """The mean of the latest targets, which tells one batch from others."""
 
@@ -730,7 +718,7 @@ def trained_in_parts(
 
 
 @pytest.mark.backend
-@pytest.mark.parametrize("kind", quickly([_Spoiled, Ends], _Spoiled))
+@pytest.mark.parametrize("kind", quickly([Spoiled, Ends], Spoiled))
 def test_an_epoch_of_which_nothing_good_is_left_is_not_begun_again(
     tmp_path, kind
 ):

@@ -63,6 +63,26 @@ class Reshuffled(Drawn):
         self.notes["epochs"] += 1
 
 
+class FailsOnce(Drawn):
+    """Raises an error in place of one batch of one epoch."""
+
+    where = None  # the numbers of the epoch and of the batch
+
+    def __getitem__(self, index):
+        if (self.epoch, index) == self.where:
+            raise ValueError("on purpose")
+        return super().__getitem__(index)
+
+
+class Spoiled(Reshuffled):
+    """The last batch of its epochs cannot be built."""
+
+    def __getitem__(self, index):
+        if index == self.length - 1:
+            raise ValueError("on purpose")
+        return super().__getitem__(index)
+
+
 class Shrinks(Drawn):
     """Each epoch is shorter by a batch; a file is opened on first use."""
 
