@@ -388,3 +388,38 @@ def test_functions_in_any_container_are_searched_for_variables(
         for number in (1, 2, 3):
             part.number = number
             assert [int(batch) for batch in dataset] == [number] * 2
+
+
+_OF_OBJECTS = {
+    "an OrderedDict": ("OrderedDict(one=Op())", "known['one']"),
+    "a defaultdict": ("defaultdict(list, one=[Op()])", "known['one'][0]"),
+    "an OrderedDict in a list": ("[OrderedDict(one=Op())]", "known[0]['one']"),
+    "a namedtuple": ("namedtuple('Known', 'one')(Op())", "known.one"),
+    "a view of a dict": ("MappingProxyType({'one': Op()})", "known['one']"),
+}
+
+
+@pytest.mark.parametrize("what", _OF_OBJECTS)
+@pytest.mark.parametrize("kind", ["process", "memory"])
+def test_objects_in_any_container_may_be_edited(kind, what, write):
+    made, call = _OF_OBJECTS[what]
+    write(
+        "held_base",
+        "from collections import OrderedDict, defaultdict, namedtuple\n"
+        "from types import MappingProxyType\n"
+        "import numpy as np\n"
+        "class Op:\n    def __init__(self):\n"
+        "        self.number, self.array = 1, np.ones(1, int)\n"
+        f"known = {made}\n",
+    )
+    both = f"{call}.number * {call}.array[0]"
+    write("held_data", _OF_A_CONTAINER.replace("CALL", both))
+    data = importlib.import_module("held_data")
+    op = eval(call, {"known": data.known})
+    kinds = _PROCESSES if kind == "process" else {"cache": kind, "workers": 0}
+    with data.Data(**kinds) as dataset:
+        for number in (1, 2, 3):
+            op.number = number
+            assert [int(batch) for batch in dataset] == [number] * 2
+        op.array[0] = 5
+        assert [int(batch) for batch in dataset] == [15] * 2
