@@ -230,14 +230,13 @@ class _VariableSearch:
                 self.value(item)
 
     def _object(self, value: Any, module: str, path: Path) -> None:
+        if isinstance(value, _BASES):
+            place = _Waiting(value, module, path, self._kind)
+            self._containers.append(place)
         if not is_users_object(value):
             for name, part in _first_parts(value):
                 is_named = bool(path and name) and not _is_librarys_own(part)
                 self.value(part, module, (*path, name) * is_named)
-            if isinstance(value, _BASES):
-                self._containers.append(
-                    _Waiting(value, module, path, self._kind)
-                )
             return
         self._class(type(value))
         attributes, held = attributes_of(value), _reference(value)
@@ -263,9 +262,6 @@ class _VariableSearch:
             else:
                 with contextlib.suppress(AttributeError):  # not assigned
                     self.value(read())
-        if isinstance(value, (list, tuple, dict)):
-            place = _Waiting(value, module, path, self._kind)
-            self._containers.append(place)
 
     def _class(self, kind: type) -> None:
         metaclass: type = type(kind)
