@@ -5,10 +5,12 @@ This module does not import Keras, so that a worker which imports it does not.
 
 from __future__ import annotations
 
+import os
 import sys
 
 import numpy as np
 import outside_config as conf
+from samples import Holds
 
 from keras_fastdata import FastPyDataset
 
@@ -118,3 +120,24 @@ class HasAttributes(FastPyDataset):
 
     def __getitem__(self, index):
         return np.array(self.options.scale)
+
+
+def depth_of(module):
+    return module.Chosen.depth
+
+
+def settings():
+    return conf
+
+
+def _number_in(name):
+    return int(os.environ.get(name, "0"))
+
+
+class NamesOne(Holds):
+    """Reads two variables of the environment, each by a name in its code."""
+
+    name = "KFD_NUMBER"
+
+    def __getitem__(self, index):
+        return np.array([_number_in(self.name), _number_in("KFD_OTHER")])

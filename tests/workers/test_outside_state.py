@@ -17,7 +17,6 @@ import functools
 import importlib
 import multiprocessing
 import operator
-import os
 import random
 import re
 import struct
@@ -52,7 +51,10 @@ from outside_samples import (
     Divided,
     Frameworks,
     HasAttributes,
+    NamesOne,
     Referring,
+    depth_of,
+    settings,
 )
 from PIL import Image, ImageFile
 from places import EVERY_KIND
@@ -1108,17 +1110,6 @@ def test_items_of_large_and_of_unusual_containers_are_variables(place, cache):
             assert [batch.tolist() for batch in dataset] == [use()] * 3
 
 
-def _number_in(name):
-    return int(os.environ.get(name, "0"))
-
-
-class NamesOne(Holds):
-    name = "KFD_NUMBER"
-
-    def __getitem__(self, index):
-        return np.array([_number_in(self.name), _number_in("KFD_OTHER")])
-
-
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("cache", [None, "memory"])
 def test_a_helper_may_read_the_environment_by_a_name_that_it_is_given(
@@ -1131,19 +1122,11 @@ def test_a_helper_may_read_the_environment_by_a_name_that_it_is_given(
             assert np.array(list(dataset)).tolist() == [[number, other]] * 3
 
 
-def _scale_of(settings):
-    return settings.Chosen.depth
-
-
-def _settings():
-    return conf
-
-
 MODULES_ON_THE_WAY = {
-    "an argument": lambda *_: _scale_of(conf),
-    "a result": lambda *_: _scale_of(_settings()),
-    "an item": lambda *_: sum(_scale_of(one) for one in (conf,)),
-    "an argument of a library's": lambda *_: next(map(_scale_of, [conf])),
+    "an argument": lambda *_: depth_of(conf),
+    "a result": lambda *_: depth_of(settings()),
+    "an item": lambda *_: sum(depth_of(one) for one in (conf,)),
+    "an argument of a library's": lambda *_: next(map(depth_of, [conf])),
 }
 
 
