@@ -7,6 +7,7 @@ run. See outside_values.py for the plain data within objects.
 
 from __future__ import annotations
 
+import abc
 import array
 import collections
 import datetime
@@ -56,6 +57,7 @@ WITHOUT_CONTENT = (
     *(type(threading.Lock()), type(threading.RLock())),
     *(threading.Condition, threading.Semaphore, threading.Event),
     *(types.GetSetDescriptorType, types.MemberDescriptorType),
+    type(vars(abc.ABC)["_abc_impl"]),  # each abstract class has one
     *(logging.Logger, logging.Handler, io.IOBase),
 )
 _TABLES = {"pandas", "polars", "pyarrow"}

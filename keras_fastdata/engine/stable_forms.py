@@ -44,16 +44,15 @@ def _of_tensor(tensor: Any) -> tuple[Any, ...] | None:
         memory = flat.view(torch.uint8).numpy()
     except (RuntimeError, TypeError):  # a sparse one
         return None
-    named = type(tensor).__qualname__, str(tensor.dtype)
-    return *named, tuple(tensor.shape), memory
+    return type(tensor), str(tensor.dtype), tuple(tensor.shape), memory
 
 
 def _of_keras_object(value: Any) -> tuple[Any, ...] | None:
-    """Returns the files of which Keras makes an object again."""
+    """Returns an object's class, and the files of which Keras makes it."""
     reduced = value.__reduce__()
     archive = reduced[1][0] if len(reduced) > 1 and reduced[1] else None
     if not isinstance(archive, io.BytesIO):
         return None
     with zipfile.ZipFile(archive) as files:
         names = [name for name in files.namelist() if name != _DATED]
-        return tuple((name, files.read(name)) for name in names)
+        return type(value), *((name, files.read(name)) for name in names)

@@ -1057,6 +1057,54 @@ def test_whatever_code_calls_makes_another_cache_when_edited(
     assert first == third != second
 
 
+_WITHOUT_CONTENT = {
+    "a lock": ("threading.Lock()", "object"),
+    "a logger": ("logging.getLogger('read')", "object"),
+    "a random generator": ("random.Random(1)", "object"),
+    "an abstract base": ("None", "abc.ABC"),
+    "a protocol": ("None", "Protocol"),
+}
+_BESIDE = """
+import abc, logging, random, threading
+from typing import Protocol
+from keras_fastdata import FastPyDataset
+
+held = HELD
+
+def unused():
+    return VALUE
+
+class Base(BASE):
+    pass
+
+class Read(Base, FastPyDataset):
+    held = held
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return index if held else -index
+"""
+
+
+@pytest.mark.parametrize("what", _WITHOUT_CONTENT)
+def test_code_beside_the_dataset_may_be_edited(what, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    held, base = _WITHOUT_CONTENT[what]
+    text = _BESIDE.replace("HELD", held).replace("BASE", base)
+
+    def run(value):
+        (tmp_path / "beside.py").write_text(text.replace("VALUE", str(value)))
+        monkeypatch.delitem(sys.modules, "beside", raising=False)
+        importlib.invalidate_caches()
+        dataset = importlib.import_module("beside").Read(workers=0)
+        return fingerprint(dataset, version=1)
+
+    assert run(2) == run(3)
+
+
 def test_a_script_in_which_code_looks_for_a_name_counts_as_a_whole(
     tmp_path, monkeypatch
 ):

@@ -38,6 +38,24 @@ def test_the_weights_of_a_model_count():
     assert _pickled(model) != before
 
 
+class Own(keras.layers.Layer):
+    pass
+
+
+def test_the_code_of_a_layer_of_the_users_counts():
+    found = Found()
+    pickle_of([Own()], found)
+    assert Own in found.code
+
+
+def test_the_code_of_a_tensor_of_the_users_counts():
+    torch = pytest.importorskip("torch")
+    own = type("Own", (torch.Tensor,), {})
+    found = Found()
+    pickle_of([torch.ones(1).as_subclass(own)], found)
+    assert own in found.code
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
 @pytest.mark.parametrize("shape", [(), (2, 3), (0,)])
 def test_equal_tensors_of_torch_are_the_same(dtype, shape):
