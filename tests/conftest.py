@@ -30,7 +30,11 @@ import trainers
 from places import FULL
 
 from keras_fastdata._extras import import_faster
-from keras_fastdata.workers.process import children, launchers
+from keras_fastdata.workers.process import (
+    children,
+    forkserver_client,
+    launchers,
+)
 
 _SETTLE_S = 60.0  # for what was asked to end to be gone
 _MOST_HOLDERS = 60  # that are told of
@@ -233,6 +237,16 @@ def _threads() -> set[threading.Thread]:
     return {t for t in threading.enumerate() if "keras_fastdata" in t.name}
 
 
+def _kept() -> set[object]:
+    """Process ids and descriptors of the fork server that waits for a user."""
+    found, server = set(), forkserver_client._kept
+    while server is not None:
+        found.add(server.pid)
+        found |= {str(server._socket.fileno()), str(server._child.pidfd)}
+        server = server.base
+    return found
+
+
 def _descriptors() -> dict[str, str]:
     found = {}
     for fd in os.listdir("/proc/self/fd"):
@@ -310,23 +324,34 @@ def _held_locks() -> list[str]:
 
 
 def _new_since(before: dict[str, dict[object, object]]) -> dict[str, object]:
+    kept = _kept()
     return {
         kind: new
         for kind, found in _present().items()
-        if (new := {k: v for k, v in found.items() if k not in before[kind]})
+        if (
+            new := {
+                key: value
+                for key, value in found.items()
+                if key not in before[kind] and key not in kept
+            }
+        )
     }
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(request, _held_forkservers):
     """Fails the test that leaves something behind, as `_present` lists."""
-    if "kept_forkserver" in request.fixturenames:
+    is_kept = "kept_forkserver" in request.fixturenames
+    if is_kept:
         request.getfixturevalue("kept_forkserver")
     else:
         while _held_forkservers:
             _held_forkservers.pop().close()
+        forkserver_client.close_kept()
     before = _present()
     yield
+    if not is_kept:
+        forkserver_client.close_kept()
     deadline = time.monotonic() + _SETTLE_S
     for attempt in itertools.count():
         if not (left := _new_since(before)):

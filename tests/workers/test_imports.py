@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import os
 import pathlib
+import resource
 import signal
 import sys
 import textwrap
@@ -305,6 +306,90 @@ def test_a_worker_that_would_train_during_an_import_is_an_error(site):
     text = NOTE + TRAINS.format(first="import uses_trains")
     with pytest.raises(LoaderError, match="`trains_again`, which has used"):
         site.module("trains_again", text)
+
+
+def _opened(kind):
+    """The batches of an epoch of a dataset that is closed then."""
+    with kind(**PROCESSES) as dataset:
+        return told(dataset)
+
+
+def test_the_fork_server_is_kept_for_the_next_dataset(site):
+    site.package("alpha")
+    kind = site.dataset("alpha")
+    before, after = _opened(kind), _opened(kind)
+    assert importers(after, "alpha") == importers(before, "alpha")
+    workers = ({batch["worker"] for batch in each} for each in (before, after))
+    assert set.isdisjoint(*workers)
+
+
+def test_a_dataset_with_more_packages_uses_the_kept_fork_server(site):
+    site.package("alpha")
+    site.package("beta")
+    before = _opened(site.dataset("alpha"))
+    after = _opened(site.dataset("alpha", "beta", name="more"))
+    assert_shared(after, "beta")
+    assert importers(after, "alpha") == importers(before, "alpha")
+
+
+def test_one_fork_server_is_kept_at_most(site):
+    kinds = [
+        site.dataset(site.package(name), name=f"with_{name}")
+        for name in ("alpha", "beta", "gamma")
+    ]
+    for kind in kinds:
+        (last,) = importers(_opened(kind), kind.__module__[len("with_") :])
+    found = {child.pid for child in psutil.Process().children(recursive=True)}
+    # The other one has forked it.
+    assert last in found
+    assert len(found) == 2
+    forkserver_client.close_kept()
+    assert not psutil.Process().children()
+
+
+@pytest.mark.parametrize("end", ["time", "kill"])
+def test_a_kept_fork_server_that_has_ended_is_replaced(end, site, monkeypatch):
+    if end == "time":
+        monkeypatch.setattr(forkserver_client, "_KEPT_S", 0.01)
+    site.package("alpha")
+    kind = site.dataset("alpha")
+    with kind(**PROCESSES) as dataset:
+        (before,) = importers(told(dataset), "alpha")
+        process = psutil.Process(before)
+    if end == "kill":
+        process.kill()
+    process.wait(60)
+    after = _opened(kind)
+    assert_shared(after, "alpha")
+    assert importers(after, "alpha") != {before}
+
+
+@pytest.mark.parametrize("change", ["cores", "limit"])
+def test_workers_have_the_cores_and_the_limits_that_the_program_has(
+    change, site
+):
+    site.package("alpha")
+    kind = site.dataset(
+        "alpha",
+        more="[len(os.sched_getaffinity(0)), "
+        "__import__('resource').getrlimit(2)[0]]",
+    )
+    _opened(kind)
+    assert resource.RLIMIT_DATA == 2
+    cores = os.sched_getaffinity(0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    expected = [len(cores), soft]
+    try:
+        if change == "cores":
+            os.sched_setaffinity(0, {min(cores)})
+            expected[0] = 1
+        else:
+            expected[1] = 2**50
+            resource.setrlimit(resource.RLIMIT_DATA, (expected[1], hard))
+        assert all(list(b["more"]) == expected for b in _opened(kind))
+    finally:
+        os.sched_setaffinity(0, cores)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 @kept

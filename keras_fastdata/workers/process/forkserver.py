@@ -18,6 +18,11 @@ and imports the packages before it serves requests:
     trainer <--IMPORTING number ..., READY or FAILED reason-- fork server 2
     trainer --FORK + descriptors--> fork server 2 --fork--> worker
 
+A derived fork server whose last user has left waits for the next one, so that
+the packages need not be imported again, and ends after some seconds:
+
+    trainer --KEEP seconds--> fork server 2
+
 An import may hang, or end the process: it never runs in a process that others
 depend on, and the fork server that it was forked from watches the trainer.
 """
@@ -28,6 +33,7 @@ import contextlib
 import ctypes
 import errno
 import gc
+import math
 import os
 import select
 import signal
@@ -45,6 +51,9 @@ from keras_fastdata.workers.process import (
 )
 
 FORK, DERIVE = b"F", b"D"
+# Without workers: end after these seconds, unless a request comes.
+KEEP = struct.Struct("<cd")
+KEEP_KIND = b"K"
 # What it tells: a kind, a process id, and an exit code or an errno, or 0.
 NOTICE = struct.Struct("<cqq")
 FORKED, ENDED, REFUSED = b"P", b"E", b"R"
@@ -78,13 +87,15 @@ class _Server:
         self._trainer_pidfd = trainer_pidfd
         self._workers: dict[int, int] = {}  # pidfd -> pid
         self._derived: set[int] = set()  # pidfds of fork servers among them
+        self._ends_at = math.inf  # by `time.monotonic`, unless in use
         self._poll = select.poll()
         self._poll.register(requests, select.POLLIN)
         self._poll.register(trainer_pidfd, select.POLLIN)
 
     def run(self) -> None:
-        while True:
-            ready = {fd for fd, _ in self._poll.poll()}
+        while (left_s := self._left_s()) > 0:
+            wait_ms = None if left_s == math.inf else math.ceil(left_s * 1000)
+            ready = {fd for fd, _ in self._poll.poll(wait_ms)}
             for pidfd in ready & self._workers.keys():
                 self._report_end(pidfd)
             if self._trainer_pidfd in ready:
@@ -98,9 +109,7 @@ class _Server:
         deadline = time.monotonic() + _REAP_TIMEOUT_S
         for pidfd in self._derived:
             sockets.wait_readable(pidfd, max(0.0, deadline - time.monotonic()))
-        for pid in self._workers.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+        self._kill_workers()
         # Not for ever: one may be in an uninterruptible system call.
         deadline = time.monotonic() + _REAP_TIMEOUT_S
         for pidfd, pid in self._workers.items():
@@ -109,6 +118,15 @@ class _Server:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, 0)
         self._requests.close()
+
+    def _kill_workers(self) -> None:
+        for pid in self._workers.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _left_s(self) -> float:
+        """Returns the time until the end of a server that nobody uses."""
+        return math.inf if self._workers else self._ends_at - time.monotonic()
 
     def _answer(self) -> bool:
         """Serves one request; returns False if the trainer has disconnected."""
@@ -120,6 +138,12 @@ class _Server:
             return False
         if not datagram:
             return False
+        self._ends_at = math.inf
+        if datagram.startswith(KEEP_KIND):
+            _, seconds = KEEP.unpack(datagram)
+            self._ends_at = time.monotonic() + seconds
+            self._kill_workers()
+            return True
         try:
             if flags & socket.MSG_CTRUNC:
                 raise OSError(errno.EMFILE, "out of file descriptors")

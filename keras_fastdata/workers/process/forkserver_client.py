@@ -1,7 +1,9 @@
 """The training process's side of the fork servers.
 
 All launchers whose workers are to be alike when they begin share a fork server
-(see `Key`), which ends with the last of them.
+(see `Key`). It ends with the last of them. But the fork server with packages
+that was left last is kept for `_KEPT_S`: programs open one dataset after the
+other, as in cross-validation, and each would wait for the imports.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from typing import NamedTuple
 
 from keras_fastdata import _process_role
@@ -41,6 +44,7 @@ _EXIT_LOOK_S = 0.05  # between two looks while another thread reads notices
 _EXIT_TIMEOUT_S = 0.5  # for a process whose socket has closed to end
 _END_TIMEOUT_S = 5.0  # for the kernel to deliver SIGKILL
 _IMPORT_TIMEOUT_S = 120.0  # for one package, before each worker imports it
+_KEPT_S = 60.0  # for a fork server without users
 _OF_RIGHTS = ("Cap", "NoNewPrivs", "Seccomp")  # in /proc/*/status
 
 _log = logging.getLogger("keras_fastdata")
@@ -61,7 +65,7 @@ class Key(NamedTuple):
 
     Attributes:
         worker_env: Environment variables over the clean defaults.
-        rights: User, groups and capabilities.
+        rights: User, groups, capabilities, and limits on resources.
         imports: What it has imported, if more than this package.
     """
 
@@ -75,6 +79,7 @@ class _State(enum.Enum):
 
     IMPORTING = enum.auto()  # imports packages, or is not even forked yet
     READY = enum.auto()  # forks workers
+    KEPT = enum.auto()  # has no user, and ends soon unless it gets one
     REFUSED = enum.auto()  # must fork no more, because of what it has imported
     GONE = enum.auto()  # has ended, or does not answer
 
@@ -108,6 +113,7 @@ class ForkserverConnection:
         self.has_forked = False
         self.state = _State.READY
         self._lock = threading.RLock()
+        self._unanswered = 0  # requests
         self._exit_codes: dict[int, int] = {}
         self._abandoned: set[int] = set()
         self._answers: collections.deque[tuple[bytes, int, int, list[int]]] = (
@@ -178,9 +184,32 @@ class ForkserverConnection:
         if self._exit_codes.pop(pid, None) is not None:
             self._abandoned.discard(pid)
 
+    def keep(self) -> bool:
+        """Has the fork server wait for its next user; returns whether it does.
+
+        It kills its remaining workers.
+        """
+        is_reusable = self.state is _State.READY and self.has_forked
+        if self.key.imports is None or not is_reusable or self._unanswered:
+            return False
+        text = forkserver.KEEP.pack(forkserver.KEEP_KIND, _KEPT_S)
+        try:
+            self._socket.send(text, socket.MSG_DONTWAIT)
+        except OSError:
+            return False
+        self.state = _State.KEPT
+        return True
+
+    def use_again(self) -> bool:
+        """Returns a kept fork server to use, unless it has ended."""
+        if self.has_ended:
+            return False
+        self.state = _State.READY
+        return True
+
     def close(self) -> None:
         """Ends the fork server, which kills its remaining workers."""
-        is_idle = self.state in (_State.READY, _State.GONE)
+        is_idle = self.state in (_State.READY, _State.KEPT, _State.GONE)
         self.state = _State.GONE
         # Not just closed: a process that the user forked holds it open too.
         with contextlib.suppress(OSError):
@@ -243,6 +272,7 @@ class ForkserverConnection:
     def request(self, kind: bytes, fds: list[int]) -> Child:
         """Requests a fork, and returns the new process."""
         with self._lock:
+            self._unanswered += 1
             try:
                 socket.send_fds(self._socket, [kind], fds)
             except OSError as error:
@@ -251,23 +281,11 @@ class ForkserverConnection:
             while not self._answers:
                 self._await_notice(deadline)
             kind, pid, number, fds = self._answers.popleft()
+            self._unanswered -= 1
             if kind == forkserver.FORKED:
                 self.has_forked = True
                 return _ForkserverChild(self, pid, fds[0])
-            if number == forkserver.HAS_THREADS:
-                raise ThreadsError(
-                    "No worker process can be forked: something starts "
-                    "threads as soon as Python or NumPy is there, like "
-                    "`OPENBLAS_NUM_THREADS` above 1 in `worker_env`, or a "
-                    "`sitecustomize`. Leave it out, or pass "
-                    "`start_method='spawn'`."
-                )
-            raise LoaderError(
-                "A worker process could not be forked: "
-                f"{os.strerror(number)}. Look at the limits on processes "
-                "(`ulimit -u`), open files (`ulimit -n`) and memory, or lower "
-                "`workers`."
-            )
+            raise _refusal(number)
 
     def _await_notice(self, deadline: float) -> None:
         """Waits about 1 s for a notice; raises an error after `deadline`.
@@ -325,6 +343,7 @@ class ForkserverConnection:
         elif kind == forkserver.FAILED:
             self._refuse(datagram[forkserver.NOTICE.size :].decode())
         else:
+            self._exit_codes.pop(pid, None)  # of an earlier one's
             self._answers.append((kind, pid, number, fds))
         return True
 
@@ -383,12 +402,41 @@ class _ForkserverChild(Child):
         self._owner.abandon(self.pid)
 
 
+def _refusal(number: int) -> LoaderError:
+    """Returns the error for a fork that was refused with a number."""
+    if number == forkserver.HAS_THREADS:
+        return ThreadsError(
+            "No worker process can be forked: something starts threads as "
+            "soon as Python or NumPy is there, like `OPENBLAS_NUM_THREADS` "
+            "above 1 in `worker_env`, or a `sitecustomize`. Leave it out, or "
+            "pass `start_method='spawn'`."
+        )
+    return LoaderError(
+        f"A worker process could not be forked: {os.strerror(number)}. Look "
+        "at the limits on processes (`ulimit -u`), open files (`ulimit -n`) "
+        "and memory, or lower `workers`."
+    )
+
+
 def rights() -> _Rights:
-    """Returns the user, groups and capabilities that children inherit."""
+    """Returns the user, groups, capabilities and limits of children."""
+    import resource
+
     status = stack_dump.status_of("thread-self")
     rest = [(k, v) for k, v in status.items() if k.startswith(_OF_RIGHTS)]
     groups = tuple(sorted(os.getgroups()))
-    return os.getresuid(), os.getresgid(), groups, *sorted(rest)
+    limits = [
+        resource.getrlimit(getattr(resource, name))
+        for name in sorted(vars(resource))
+        if name.startswith("RLIMIT_")
+    ]
+    # Of the main thread, so that all threads share a fork server.
+    cores = frozenset(os.sched_getaffinity(os.getpid()))
+    priority = os.getpriority(os.PRIO_PROCESS, os.getpid())
+    return (
+        *(os.getresuid(), os.getresgid(), groups, cores, priority),
+        *(*limits, *sorted(rest)),
+    )
 
 
 # The fork servers of this process. The lock is reentrant: a dataset may be
@@ -397,6 +445,10 @@ _forkservers: dict[Key, ForkserverConnection] = {}
 
 
 _forkservers_lock = threading.RLock()
+
+
+# The fork server without users that waits for one; `None` if there is none.
+_kept: ForkserverConnection | None = None
 
 
 # Those that somebody has left. Leaving waits for no lock: a dataset may be
@@ -415,13 +467,24 @@ def join(key: Key) -> ForkserverConnection:
     try:
         with _forkservers_lock:
             found = _forkservers.get(key)
-            if found is None or found.state is _State.GONE:
+            if found is None or not _add_user(found):
                 base = None if key.imports is None else _base_of(key)
                 found = _forkservers[key] = ForkserverConnection(key, base)
-            found.users += 1
+                found.users += 1
             return found
     finally:
         _close_left()
+
+
+def _add_user(server: ForkserverConnection) -> bool:
+    """Counts one user more; returns False if the fork server has ended."""
+    global _kept
+    if server.state is _State.KEPT and server.use_again():
+        _kept = None
+    if server.state in (_State.KEPT, _State.GONE):
+        return False
+    server.users += 1
+    return True
 
 
 def _base_of(key: Key) -> ForkserverConnection:
@@ -436,17 +499,16 @@ def _base_of(key: Key) -> ForkserverConnection:
         server
         for other, server in _forkservers.items()
         if other.imports is not None
-        and server.state is _State.READY
+        and server.state in (_State.READY, _State.KEPT)
         and other._replace(imports=wanted) == key
         and other.imports.surroundings == wanted.surroundings
         and {*other.imports.names} < {*wanted.names}
         and {*other.imports.stamps} <= {*wanted.stamps}
     ]
-    if not bases:
-        return join(key._replace(imports=None))
-    base = max(bases, key=_num_names)
-    base.users += 1
-    return base
+    for base in sorted(bases, key=_num_names, reverse=True):
+        if _add_user(base):
+            return base
+    return join(key._replace(imports=None))
 
 
 def _num_names(server: ForkserverConnection) -> int:
@@ -454,9 +516,24 @@ def _num_names(server: ForkserverConnection) -> int:
 
 
 def leave(held: ForkserverConnection) -> None:
-    """Counts one user less, and closes the fork server after its last."""
+    """Counts one user less; the fork server ends or is kept after its last."""
     _left.append(held)
     _close_left()
+
+
+def close_kept() -> None:
+    """Ends the fork server that is kept, if there is one."""
+    global _kept
+    with _forkservers_lock:
+        unused, _kept = _kept, None
+        _forget(unused)
+    if unused is not None:
+        _close(unused)
+        _close_left()
+
+
+# After the datasets, whose finalizers are made later, and so run before.
+weakref.finalize(_left, close_kept)
 
 
 def _close_left() -> None:
@@ -468,22 +545,39 @@ def _close_left() -> None:
                 held = _left.popleft()
                 held.users -= 1
                 if not held.users:
-                    unused.append(held)
-                    if _forkservers.get(held.key) is held:
-                        del _forkservers[held.key]
+                    unused += _keep_or_forget(held)
         finally:
             _forkservers_lock.release()
         while unused:
-            held = unused.pop()
-            held.close()
-            if held.base is not None:
-                _left.append(held.base)
+            _close(unused.pop())
+
+
+def _keep_or_forget(held: ForkserverConnection) -> list[ForkserverConnection]:
+    """Returns the fork servers to close after the last user of one has left."""
+    global _kept
+    unused: ForkserverConnection | None = held
+    if held.keep():
+        unused, _kept = _kept, held
+    _forget(unused)
+    return [] if unused is None else [unused]
+
+
+def _forget(unused: ForkserverConnection | None) -> None:
+    if unused is not None and _forkservers.get(unused.key) is unused:
+        del _forkservers[unused.key]
+
+
+def _close(unused: ForkserverConnection) -> None:
+    unused.close()
+    if unused.base is not None:
+        _left.append(unused.base)
 
 
 def _after_fork() -> None:
     """Drops the parent's fork servers and lock in a forked child process."""
-    global _forkservers_lock
+    global _forkservers_lock, _kept
     _forkservers_lock = threading.RLock()
+    _kept = None
     _forkservers.clear()
     _left.clear()
 
