@@ -36,6 +36,7 @@ from keras_fastdata._validation import (
     unknown_arguments,
 )
 from keras_fastdata.building.held_generators import seeds_its_own
+from keras_fastdata.building.interface import set_name
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.collate import Mask, Padded, Padding
 from keras_fastdata.datasets.columns import ColumnChoice
@@ -187,6 +188,8 @@ class GeneratorDataset(FastPyDataset):
             repeats=not restarts and not source.is_iterator,
         )
         shards = _shards(spec, count, min(1, workers), max_queue_size, kwargs)
+        for each in shards:
+            set_name(each, type(self).__name__)  # for errors
         self._fastdata_plan = _Plan(
             restarts, num_shards, num_batches, shards, workers and count, limit
         )

@@ -43,6 +43,7 @@ from keras_fastdata import (
     EndOfData,
     GeneratorDataset,
     LoaderError,
+    WorkerDiedError,
 )
 from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.datasets import generators
@@ -477,6 +478,16 @@ def test_after_the_death_of_a_worker_each_item_still_comes_once(
     )
     assert epochs(dataset, 2) == [list(range(400))] * 2
     assert (tmp_path / "died").exists()
+
+
+def test_the_error_for_a_dead_worker_names_the_dataset(tmp_path):
+    dataset = GeneratorDataset(
+        Dying(tmp_path, 40, at=21), max_worker_restarts=0, **PROCESSES
+    )
+    with dataset, pytest.raises(WorkerDiedError, match="SIGKILL") as caught:
+        list(dataset)
+    assert caught.value.dataset == "GeneratorDataset"
+    assert "Shards" not in str(caught.value)
 
 
 @pytest.mark.long
