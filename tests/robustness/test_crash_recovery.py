@@ -145,7 +145,8 @@ def test_a_death_in_the_midst_of_work_changes_no_byte(
         dataset.of_a_package = psutil.Error
     with dataset:
         _assert_same(list(dataset), undisturbed[0])
-        keys = [*forkserver_client._forkservers]
+        servers = forkserver_client._forkservers.items()
+        keys = [key for key, server in servers if server.users]
         assert shares is any(key.imports is not None for key in keys)
         if moment == "changed":
             dataset.change()
@@ -364,6 +365,7 @@ def test_a_forkserver_that_dies_before_it_reads_a_request_is_started_again(
         killed.append(forkserver)
         return count
 
+    forkserver_client.close_kept()
     sent = forkserver_client.socket.send_fds
     monkeypatch.setattr(forkserver_client.socket, "send_fds", send_fds)
     with Drawn(**PROCESSES) as dataset:

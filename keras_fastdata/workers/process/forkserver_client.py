@@ -65,7 +65,7 @@ class Key(NamedTuple):
 
     Attributes:
         worker_env: Environment variables over the clean defaults.
-        rights: User, groups, capabilities, and limits on resources.
+        rights: User, groups and capabilities.
         imports: What it has imported, if more than this package.
     """
 
@@ -114,6 +114,7 @@ class ForkserverConnection:
         self.state = _State.READY
         self._lock = threading.RLock()
         self._unanswered = 0  # requests
+        self._inherited = _inherited()
         self._exit_codes: dict[int, int] = {}
         self._abandoned: set[int] = set()
         self._answers: collections.deque[tuple[bytes, int, int, list[int]]] = (
@@ -200,12 +201,14 @@ class ForkserverConnection:
         self.state = _State.KEPT
         return True
 
-    def use_again(self) -> bool:
-        """Returns a kept fork server to use, unless it has ended."""
-        if self.has_ended:
-            return False
+    def use_again(self) -> None:
+        """Marks a kept fork server as in use; see `is_usable`."""
         self.state = _State.READY
-        return True
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it has not ended, and is as one that starts now."""
+        return not self.has_ended and self._inherited == _inherited()
 
     def close(self) -> None:
         """Ends the fork server, which kills its remaining workers."""
@@ -402,6 +405,29 @@ class _ForkserverChild(Child):
         self._owner.abandon(self.pid)
 
 
+def _inherited() -> list[object]:
+    """Returns what else children inherit: streams, limits, cores, priority.
+
+    It may differ between an open fork server and its trainer, but a kept fork
+    server is not used for a dataset if it does.
+    """
+    import resource
+
+    found: list[object] = [
+        resource.getrlimit(getattr(resource, name))
+        for name in sorted(vars(resource))
+        if name.startswith("RLIMIT_")
+    ]
+    for fd in range(3):
+        with contextlib.suppress(OSError):  # it is closed
+            status = os.fstat(fd)
+            found.append((fd, status.st_dev, status.st_ino))
+    # Of the main thread; others may have their own.
+    found.append(os.sched_getaffinity(os.getpid()))
+    found.append(os.getpriority(os.PRIO_PROCESS, os.getpid()))
+    return found
+
+
 def _refusal(number: int) -> LoaderError:
     """Returns the error for a fork that was refused with a number."""
     if number == forkserver.HAS_THREADS:
@@ -419,24 +445,11 @@ def _refusal(number: int) -> LoaderError:
 
 
 def rights() -> _Rights:
-    """Returns the user, groups, capabilities and limits of children."""
-    import resource
-
+    """Returns the user, groups and capabilities that children inherit."""
     status = stack_dump.status_of("thread-self")
     rest = [(k, v) for k, v in status.items() if k.startswith(_OF_RIGHTS)]
     groups = tuple(sorted(os.getgroups()))
-    limits = [
-        resource.getrlimit(getattr(resource, name))
-        for name in sorted(vars(resource))
-        if name.startswith("RLIMIT_")
-    ]
-    # Of the main thread, so that all threads share a fork server.
-    cores = frozenset(os.sched_getaffinity(os.getpid()))
-    priority = os.getpriority(os.PRIO_PROCESS, os.getpid())
-    return (
-        *(os.getresuid(), os.getresgid(), groups, cores, priority),
-        *(*limits, *sorted(rest)),
-    )
+    return os.getresuid(), os.getresgid(), groups, *sorted(rest)
 
 
 # The fork servers of this process. The lock is reentrant: a dataset may be
@@ -464,6 +477,9 @@ def forkserver_pids() -> list[int]:
 
 def join(key: Key) -> ForkserverConnection:
     """Returns the fork server for a key, and counts the caller as a user."""
+    kept = _kept
+    if kept is not None and not kept.is_usable:
+        close_kept()
     try:
         with _forkservers_lock:
             found = _forkservers.get(key)
@@ -479,10 +495,11 @@ def join(key: Key) -> ForkserverConnection:
 def _add_user(server: ForkserverConnection) -> bool:
     """Counts one user more; returns False if the fork server has ended."""
     global _kept
-    if server.state is _State.KEPT and server.use_again():
-        _kept = None
-    if server.state in (_State.KEPT, _State.GONE):
+    if server.state is _State.GONE:
         return False
+    if server.state is _State.KEPT:
+        server.use_again()
+        _kept = None
     server.users += 1
     return True
 
