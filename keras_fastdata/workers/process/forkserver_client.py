@@ -483,25 +483,22 @@ def join(key: Key) -> ForkserverConnection:
     try:
         with _forkservers_lock:
             found = _forkservers.get(key)
-            if found is None or not _add_user(found):
+            if found is None or found.state is _State.GONE:
                 base = None if key.imports is None else _base_of(key)
                 found = _forkservers[key] = ForkserverConnection(key, base)
-                found.users += 1
+            _add_user(found)
             return found
     finally:
         _close_left()
 
 
-def _add_user(server: ForkserverConnection) -> bool:
-    """Counts one user more; returns False if the fork server has ended."""
+def _add_user(server: ForkserverConnection) -> None:
+    """Counts one user more; a fork server that was kept is in use again."""
     global _kept
-    if server.state is _State.GONE:
-        return False
     if server.state is _State.KEPT:
         server.use_again()
         _kept = None
     server.users += 1
-    return True
 
 
 def _base_of(key: Key) -> ForkserverConnection:
@@ -522,10 +519,11 @@ def _base_of(key: Key) -> ForkserverConnection:
         and {*other.imports.names} < {*wanted.names}
         and {*other.imports.stamps} <= {*wanted.stamps}
     ]
-    for base in sorted(bases, key=_num_names, reverse=True):
-        if _add_user(base):
-            return base
-    return join(key._replace(imports=None))
+    if not bases:
+        return join(key._replace(imports=None))
+    base = max(bases, key=_num_names)
+    _add_user(base)
+    return base
 
 
 def _num_names(server: ForkserverConnection) -> int:
