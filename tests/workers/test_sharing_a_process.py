@@ -645,6 +645,7 @@ def test_libraries_with_threads_work_in_trainer_and_workers(start_method):
 @pytest.fixture
 def family():
     """This process and the workers of a dataset in the midst of an epoch."""
+    forkserver_client.close_kept()  # one that a test before this one left
     with Numbered(length=50, **PROCESSES) as dataset:
         batches = iter(dataset)
         held = [next(batches) for _ in range(5)]
