@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable
 
-from keras_fastdata.workers.process import forkserver_client
+from keras_fastdata.workers.process.forkservers import forkserver_pids
 
 
 def children(pid: int) -> list[int]:
@@ -25,7 +25,7 @@ def children(pid: int) -> list[int]:
 
 def forkservers() -> list[int]:
     """The processes that fork this one's workers."""
-    return forkserver_client.forkserver_pids()
+    return forkserver_pids()
 
 
 def workers() -> list[int]:

@@ -32,7 +32,7 @@ from places import FULL
 from keras_fastdata._extras import import_faster
 from keras_fastdata.workers.process import (
     children,
-    forkserver_client,
+    forkservers,
     launchers,
 )
 
@@ -239,7 +239,7 @@ def _threads() -> set[threading.Thread]:
 
 def _kept() -> set[object]:
     """Process ids and descriptors of the fork server that waits for a user."""
-    found, server = set(), forkserver_client._kept
+    found, server = set(), forkservers._kept
     while server is not None:
         found.add(server.pid)
         found |= {str(server._socket.fileno()), str(server._child.pidfd)}
@@ -347,11 +347,11 @@ def _nothing_is_left_behind(request, _held_forkservers):
     else:
         while _held_forkservers:
             _held_forkservers.pop().close()
-        forkserver_client.close_kept()
+        forkservers.close_kept()
     before = _present()
     yield
     if not is_kept:
-        forkserver_client.close_kept()
+        forkservers.close_kept()
     deadline = time.monotonic() + _SETTLE_S
     for attempt in itertools.count():
         if not (left := _new_since(before)):

@@ -41,7 +41,7 @@ from crash_samples import (
 from places import FULL, quickly
 
 from keras_fastdata import WorkerDiedError
-from keras_fastdata.workers.process import forkserver_client
+from keras_fastdata.workers.process import forkserver_connection, forkservers
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`start_method='fork'`"),
@@ -145,7 +145,7 @@ def test_a_death_in_the_midst_of_work_changes_no_byte(
         dataset.of_a_package = psutil.Error
     with dataset:
         _assert_same(list(dataset), undisturbed[0])
-        servers = forkserver_client._forkservers.items()
+        servers = forkservers._forkservers.items()
         keys = [key for key, server in servers if server.users]
         assert shares is any(key.imports is not None for key in keys)
         if moment == "changed":
@@ -354,9 +354,9 @@ def test_a_forkserver_that_dies_before_it_reads_a_request_is_started_again(
     killed = []
 
     def send_fds(sock, buffers, fds, *rest):
-        if killed or list(buffers) != [forkserver_client.forkserver.FORK]:
+        if killed or list(buffers) != [forkserver_connection.forkserver.FORK]:
             return sent(sock, buffers, fds, *rest)
-        (pid,) = forkserver_client.forkserver_pids()
+        (pid,) = forkservers.forkserver_pids()
         forkserver = psutil.Process(pid)
         forkserver.suspend()
         _wait_until(lambda: forkserver.status() == psutil.STATUS_STOPPED)
@@ -365,9 +365,9 @@ def test_a_forkserver_that_dies_before_it_reads_a_request_is_started_again(
         killed.append(forkserver)
         return count
 
-    forkserver_client.close_kept()
-    sent = forkserver_client.socket.send_fds
-    monkeypatch.setattr(forkserver_client.socket, "send_fds", send_fds)
+    forkservers.close_kept()
+    sent = forkserver_connection.socket.send_fds
+    monkeypatch.setattr(forkserver_connection.socket, "send_fds", send_fds)
     with Drawn(**PROCESSES) as dataset:
         _assert_same(list(dataset), undisturbed[0])
         _assert_same(list(dataset), undisturbed[1])

@@ -305,14 +305,16 @@ def test_where_no_process_can_be_forked_batches_are_built_here(
     goes, monkeypatch, is_killed
 ):
     # Not above: a stripped interpreter cannot import the module.
-    from keras_fastdata.workers.process import forkserver_client
+    from keras_fastdata.workers.process import forkserver_connection
 
     def refuse(server, files):
         if is_killed:
-            raise forkserver_client.ForkserverGoneError
+            raise forkserver_connection.ForkserverGoneError
         raise OSError(errno.EAGAIN, "too many processes")
 
-    monkeypatch.setattr(forkserver_client.ForkserverConnection, "fork", refuse)
+    monkeypatch.setattr(
+        forkserver_connection.ForkserverConnection, "fork", refuse
+    )
     goes((0, False), (2, True))
     with Waits(workers="auto", seed=4, **AT_ONCE) as dataset:
         expected = batches_of(Waits(workers=0, seed=4, **AT_ONCE))

@@ -26,7 +26,11 @@ from trainers import Trainer
 
 from keras_fastdata import LoaderError
 from keras_fastdata import _modules as modules
-from keras_fastdata.workers.process import forkserver_client, imports
+from keras_fastdata.workers.process import (
+    forkserver_connection,
+    forkservers,
+    imports,
+)
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
@@ -343,14 +347,14 @@ def test_one_fork_server_is_kept_at_most(site):
     # The other one has forked it.
     assert last in found
     assert len(found) == 2
-    forkserver_client.close_kept()
+    forkservers.close_kept()
     assert not psutil.Process().children()
 
 
 @pytest.mark.parametrize("end", ["time", "kill"])
 def test_a_kept_fork_server_that_has_ended_is_replaced(end, site, monkeypatch):
     if end == "time":
-        monkeypatch.setattr(forkserver_client, "_KEPT_S", 0.01)
+        monkeypatch.setattr(forkserver_connection, "_KEPT_S", 0.01)
     site.package("alpha")
     kind = site.dataset("alpha")
     with kind(**PROCESSES) as dataset:
@@ -631,7 +635,7 @@ def test_workers_import_a_package_themselves_where_sharing_it_fails(
 
 @kept
 def test_an_import_that_hangs_is_given_up(site, caplog, monkeypatch):
-    monkeypatch.setattr(forkserver_client, "_IMPORT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(forkserver_connection, "_IMPORT_TIMEOUT_S", 0.5)
     site.trouble("stuck", "threading.Event().wait()")
     with site.dataset("stuck")(**PROCESSES) as dataset:
         assert_own(told(dataset), "stuck")

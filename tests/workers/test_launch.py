@@ -28,7 +28,9 @@ from keras_fastdata.workers import (
 )
 from keras_fastdata.workers.process import (
     children,
-    forkserver_client,
+    forkserver_connection,
+    forkservers,
+    inherited,
 )
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
@@ -450,9 +452,7 @@ def test_datasets_that_two_threads_collect_end_their_fork_servers(monkeypatch):
     # Each thread collects a dataset while it starts workers of another.
     def join(**worker_env):
         worker_env = tuple(worker_env.items())
-        return forkserver_client.join(
-            forkserver_client.Key(worker_env, forkserver_client.rights())
-        )
+        return forkservers.join(inherited.Key(worker_env, inherited.rights()))
 
     one, other = join(), join(OTHER="1")
     forking, joining = threading.Event(), threading.Event()
@@ -468,9 +468,11 @@ def test_datasets_that_two_threads_collect_end_their_fork_servers(monkeypatch):
         with one._lock:
             forking.set()
             assert joining.wait(60)
-            forkserver_client.leave(other)
+            forkservers.leave(other)
 
-    monkeypatch.setattr(forkserver_client, "start_python", collect_and_start)
+    monkeypatch.setattr(
+        forkserver_connection, "start_python", collect_and_start
+    )
     threads = [
         threading.Thread(target=target, daemon=True)
         for target in (
@@ -483,9 +485,9 @@ def test_datasets_that_two_threads_collect_end_their_fork_servers(monkeypatch):
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
-    assert other.state is forkserver_client._State.GONE
+    assert other.state is forkserver_connection.ForkserverState.GONE
     for server in (one, *joined):
-        forkserver_client.leave(server)
+        forkservers.leave(server)
     assert not psutil.Process().children()
 
 
@@ -584,7 +586,7 @@ def test_a_script_without_standard_streams_loads(method, tmp_path):
 
 def test_close_does_not_wait_for_a_process_that_the_user_forked(monkeypatch):
     # If it waited for the fork server's end, it would do so for ever.
-    monkeypatch.setattr(forkserver_client, "_END_TIMEOUT_S", None)
+    monkeypatch.setattr(forkserver_connection, "_END_TIMEOUT_S", None)
     dataset = Numbered(**PROCESSES)
     next(iter(dataset))
     read, write = os.pipe()

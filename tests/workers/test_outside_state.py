@@ -875,7 +875,7 @@ def test_what_an_object_of_a_module_has_computed_is_dropped_with_it(
 def test_workers_that_start_anew_keep_their_fork_server(patch):
     patch.setattr(conf, "SCALE", 1)
     # Not above: a stripped interpreter cannot import the module.
-    from keras_fastdata.workers.process.forkserver_client import (
+    from keras_fastdata.workers.process.forkservers import (
         forkserver_pids,
     )
 

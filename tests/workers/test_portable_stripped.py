@@ -19,7 +19,8 @@ _STRIPPED = _ROOT / "tests" / "support" / "stripped"
 _LEFT_OUT = {
     "keras_fastdata.workers.process.channel",
     "keras_fastdata.workers.process.children",
-    "keras_fastdata.workers.process.forkserver_client",
+    "keras_fastdata.workers.process.forkserver_connection",
+    "keras_fastdata.workers.process.forkservers",
     "keras_fastdata.workers.process.launchers",
 }
 _IMPORTS = """

@@ -29,7 +29,7 @@ from keras_fastdata import FastPyDataset
 from keras_fastdata.building import build_context
 from keras_fastdata.memory import arena
 from keras_fastdata.workers import worker_process
-from keras_fastdata.workers.process import forkserver_client, worker_main
+from keras_fastdata.workers.process import forkservers, worker_main
 
 # The long way round, in the full run.
 INTERRUPTS = 500 if FULL else 50
@@ -417,7 +417,7 @@ def test_a_collected_dataset_leaves_no_process():
     def workers():
         return psutil.Process().children(recursive=True)[1:]
 
-    forkserver_client.close_kept()
+    forkservers.close_kept()
     dataset = Numbered(**PROCESSES)
     list(dataset)
     assert len(workers()) == 2

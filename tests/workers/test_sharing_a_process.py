@@ -28,7 +28,7 @@ from trainers import START_METHODS, Trainer, endless
 
 from keras_fastdata import FastPyDataset
 from keras_fastdata.memory import arena
-from keras_fastdata.workers.process import forkserver_client
+from keras_fastdata.workers.process import forkserver_connection, forkservers
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -388,7 +388,7 @@ def test_a_dataset_is_collected_while_a_worker_of_another_is_forked(
     dropped = Numbered(**PROCESSES)
     next(iter(dropped))
     dropped.itself = dropped
-    send_fds = forkserver_client.socket.send_fds
+    send_fds = forkserver_connection.socket.send_fds
 
     def send_and_collect(*arguments):
         # As the collector may, at any allocation.
@@ -401,7 +401,7 @@ def test_a_dataset_is_collected_while_a_worker_of_another_is_forked(
         del dropped
         with Numbered(**PROCESSES) as dataset:
             monkeypatch.setattr(
-                forkserver_client.socket, "send_fds", send_and_collect
+                forkserver_connection.socket, "send_fds", send_and_collect
             )
             assert numbers(dataset) == list(range(10))
             _wait_until(lambda: len(workers()) == 2)
@@ -645,7 +645,7 @@ def test_libraries_with_threads_work_in_trainer_and_workers(start_method):
 @pytest.fixture
 def family():
     """This process and the workers of a dataset in the midst of an epoch."""
-    forkserver_client.close_kept()  # one that a test before this one left
+    forkservers.close_kept()  # one that a test before this one left
     with Numbered(length=50, **PROCESSES) as dataset:
         batches = iter(dataset)
         held = [next(batches) for _ in range(5)]

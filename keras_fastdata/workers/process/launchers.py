@@ -31,16 +31,14 @@ from keras_fastdata.workers.process.children import (
     own_pidfd,
     start_python,
 )
-from keras_fastdata.workers.process.forkserver_client import (
+from keras_fastdata.workers.process.forkserver_connection import (
     ForkserverConnection,
     ForkserverGoneError,
-    Key,
     ThreadsError,
     is_refused,
-    join,
-    leave,
-    rights,
 )
+from keras_fastdata.workers.process.forkservers import join, leave
+from keras_fastdata.workers.process.inherited import Key, rights
 
 _FORKSERVERS = 4  # that may die one after the other before it is an error
 

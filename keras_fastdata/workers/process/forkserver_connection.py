@@ -1,10 +1,4 @@
-"""The training process's side of the fork servers.
-
-All launchers whose workers are to be alike when they begin share a fork server
-(see `Key`). It ends with the last of them. But the fork server with packages
-that was left last is kept for `_KEPT_S`: programs open one dataset after the
-other, as in cross-validation, and each would wait for the imports.
-"""
+"""The training process's connection to one fork server."""
 
 from __future__ import annotations
 
@@ -18,13 +12,10 @@ import select
 import socket
 import threading
 import time
-import weakref
-from typing import NamedTuple
 
-from keras_fastdata import _process_role
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory.shared_state import write_shared_state
-from keras_fastdata.workers import environment, stack_dump
+from keras_fastdata.workers import environment
 from keras_fastdata.workers.process import (
     forkserver,
     imports,
@@ -37,6 +28,7 @@ from keras_fastdata.workers.process.children import (
     kill,
     start_python,
 )
+from keras_fastdata.workers.process.inherited import Key, inherited
 
 _START_TIMEOUT_S = 60.0  # for an interpreter to start on a loaded machine
 _NOTICE_WAIT_S = 1.0
@@ -45,11 +37,8 @@ _EXIT_TIMEOUT_S = 0.5  # for a process whose socket has closed to end
 _END_TIMEOUT_S = 5.0  # for the kernel to deliver SIGKILL
 _IMPORT_TIMEOUT_S = 120.0  # for one package, before each worker imports it
 _KEPT_S = 60.0  # for a fork server without users
-_OF_RIGHTS = ("Cap", "NoNewPrivs", "Seccomp")  # in /proc/*/status
 
 _log = logging.getLogger("keras_fastdata")
-
-_Rights = tuple[object, ...]
 
 
 class ForkserverGoneError(LoaderError):
@@ -60,21 +49,7 @@ class ThreadsError(LoaderError):
     """Raised when the fork server has threads, which makes forks unsafe."""
 
 
-class Key(NamedTuple):
-    """The properties that all workers of one fork server have at their start.
-
-    Attributes:
-        worker_env: Environment variables over the clean defaults.
-        rights: User, groups and capabilities.
-        imports: What it has imported, if more than this package.
-    """
-
-    worker_env: tuple[tuple[str, str], ...]
-    rights: _Rights
-    imports: imports.Imports | None = None
-
-
-class _State(enum.Enum):
+class ForkserverState(enum.Enum):
     """The state of a fork server."""
 
     IMPORTING = enum.auto()  # imports packages, or is not even forked yet
@@ -93,13 +68,42 @@ def is_refused(stamp: imports.Stamp) -> bool:
     return stamp in _refused
 
 
+class _ExitCodes:
+    """The exit codes of processes by their ids, until they are asked for.
+
+    It needs no lock: `note` stores a code, and then looks whether anybody will
+    ask for it.
+    """
+
+    def __init__(self) -> None:
+        self._codes: dict[int, int] = {}
+        self._abandoned: set[int] = set()
+
+    def __contains__(self, pid: int) -> bool:
+        return pid in self._codes
+
+    def note(self, pid: int, code: int) -> None:
+        self._codes[pid] = code
+        if pid in self._abandoned:
+            self.abandon(pid)
+
+    def pop(self, pid: int) -> int | None:
+        return self._codes.pop(pid, None)
+
+    def abandon(self, pid: int) -> None:
+        """Drops the exit code of a process, now or once it is there."""
+        self._abandoned.add(pid)
+        if self.pop(pid) is not None:
+            self._abandoned.discard(pid)
+
+
 class ForkserverConnection:
     """The training process's connection to one fork server.
 
     Attributes:
         key: What it is for.
         base: The fork server that it is a fork of, if any.
-        state: See `_State`.
+        state: See `ForkserverState`.
         importing: The module that is being imported, or "".
         users: How many launchers and other fork servers use it.
         has_forked: Whether it has forked a process.
@@ -111,12 +115,11 @@ class ForkserverConnection:
         self.users = 0
         self.importing = ""
         self.has_forked = False
-        self.state = _State.READY
+        self.state = ForkserverState.READY
         self._lock = threading.RLock()
         self._unanswered = 0  # requests
-        self._inherited = _inherited()
-        self._exit_codes: dict[int, int] = {}
-        self._abandoned: set[int] = set()
+        self._inherited = inherited()
+        self._exit_codes = _ExitCodes()
         self._answers: collections.deque[tuple[bytes, int, int, list[int]]] = (
             collections.deque()
         )
@@ -134,7 +137,7 @@ class ForkserverConnection:
                 )
             self._child = DirectChild(process.pid, process)
         else:
-            self.state = _State.IMPORTING
+            self.state = ForkserverState.IMPORTING
 
     def fork(self, files: worker_main.Files) -> Child:
         """Forks a new worker from the fork server."""
@@ -146,16 +149,16 @@ class ForkserverConnection:
         Raises:
             ForkserverGoneError: It has ended, but not because of an import.
         """
-        if self.state is _State.IMPORTING and self._lock.acquire(
+        if self.state is ForkserverState.IMPORTING and self._lock.acquire(
             blocking=False
         ):
             try:
                 self._follow_import()
             finally:
                 self._lock.release()
-        if self.state is _State.GONE:
+        if self.state is ForkserverState.GONE:
             raise ForkserverGoneError("It has ended.")
-        return self.state is _State.READY
+        return self.state is ForkserverState.READY
 
     def refuse_all(self, reason: str) -> None:
         """Has each further worker import the packages for itself."""
@@ -164,8 +167,11 @@ class ForkserverConnection:
 
     def exit_code(self, pid: int, timeout_s: float) -> int | None:
         deadline = time.monotonic() + timeout_s
-        while (code := self._exit_codes.pop(pid, None)) is None:
-            if self.state is _State.GONE or time.monotonic() > deadline:
+        while (code := self._exit_codes.pop(pid)) is None:
+            if (
+                self.state is ForkserverState.GONE
+                or time.monotonic() > deadline
+            ):
                 return None
             # A thread that keeps the lock for long reads the notices itself.
             if not self._lock.acquire(timeout=_EXIT_LOOK_S):
@@ -180,17 +186,14 @@ class ForkserverConnection:
         return code
 
     def abandon(self, pid: int) -> None:
-        # Needs no lock: `_read_notice` stores the code, and then looks here.
-        self._abandoned.add(pid)
-        if self._exit_codes.pop(pid, None) is not None:
-            self._abandoned.discard(pid)
+        self._exit_codes.abandon(pid)
 
     def keep(self) -> bool:
         """Has the fork server wait for its next user; returns whether it does.
 
         It kills its remaining workers.
         """
-        is_reusable = self.state is _State.READY and self.has_forked
+        is_reusable = self.state is ForkserverState.READY and self.has_forked
         if self.key.imports is None or not is_reusable or self._unanswered:
             return False
         text = forkserver.KEEP.pack(forkserver.KEEP_KIND, _KEPT_S)
@@ -198,22 +201,33 @@ class ForkserverConnection:
             self._socket.send(text, socket.MSG_DONTWAIT)
         except OSError:
             return False
-        self.state = _State.KEPT
+        self.state = ForkserverState.KEPT
         return True
 
-    def use_again(self) -> None:
-        """Marks a kept fork server as in use; see `is_usable`."""
-        self.state = _State.READY
+    def add_user(self) -> None:
+        """Counts one user more; a kept fork server is in use again."""
+        self.users += 1
+        if self.state is ForkserverState.KEPT:
+            self.state = ForkserverState.READY
+
+    def drop_user(self) -> int:
+        """Counts one user less; returns how many there are still."""
+        self.users -= 1
+        return self.users
 
     @property
     def is_usable(self) -> bool:
         """Whether it has not ended, and is as one that starts now."""
-        return not self.has_ended and self._inherited == _inherited()
+        return not self.has_ended and self._inherited == inherited()
 
     def close(self) -> None:
         """Ends the fork server, which kills its remaining workers."""
-        is_idle = self.state in (_State.READY, _State.KEPT, _State.GONE)
-        self.state = _State.GONE
+        is_idle = self.state in (
+            ForkserverState.READY,
+            ForkserverState.KEPT,
+            ForkserverState.GONE,
+        )
+        self.state = ForkserverState.GONE
         # Not just closed: a process that the user forked holds it open too.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -247,13 +261,15 @@ class ForkserverConnection:
         try:
             if self._child is None:
                 self._begin_import()
-            while self.state is _State.IMPORTING and self._read_notice(0):
+            while self.state is ForkserverState.IMPORTING and self._read_notice(
+                0
+            ):
                 pass
         except ForkserverGoneError:
-            if self.state is not _State.REFUSED:
-                self.state = _State.GONE  # maybe only its base was
+            if self.state is not ForkserverState.REFUSED:
+                self.state = ForkserverState.GONE  # maybe only its base was
                 raise
-        if self.state is _State.IMPORTING and (
+        if self.state is ForkserverState.IMPORTING and (
             time.monotonic() > self._limit_s
         ):
             self._refuse(f"its import takes over {_IMPORT_TIMEOUT_S:g} s")
@@ -313,12 +329,7 @@ class ForkserverConnection:
         if self._socket.fileno() not in (fd for fd, _ in ready):
             raise self._is_gone()
         try:
-            datagram, fds, flags, _ = socket.recv_fds(
-                self._socket,
-                forkserver.NOTICE.size + forkserver.MAX_TEXT_BYTES,
-                1,
-                socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT,
-            )
+            datagram, fds = _receive(self._socket)
         except BlockingIOError:
             return True
         except ConnectionResetError:
@@ -326,27 +337,19 @@ class ForkserverConnection:
             raise self._is_gone() from None
         if not datagram:
             raise self._is_gone()
-        if flags & socket.MSG_CTRUNC:
-            raise LoaderError(
-                "This process has no file descriptor left for a worker. "
-                "Raise the limit on open files (`ulimit -n`)."
-            )
         kind, pid, number = forkserver.NOTICE.unpack_from(datagram)
         if kind == forkserver.ENDED:
-            self._exit_codes[pid] = number
-            if pid in self._abandoned:
-                self._abandoned.discard(pid)
-                self._exit_codes.pop(pid, None)
+            self._exit_codes.note(pid, number)
         elif kind == forkserver.IMPORTING:
             assert self.key.imports is not None
             self.importing = self.key.imports.names[pid]
             self._limit_s = time.monotonic() + _IMPORT_TIMEOUT_S
         elif kind == forkserver.READY:
-            self.state, self.importing = _State.READY, ""
+            self.state, self.importing = ForkserverState.READY, ""
         elif kind == forkserver.FAILED:
             self._refuse(datagram[forkserver.NOTICE.size :].decode())
         else:
-            self._exit_codes.pop(pid, None)  # of an earlier one's
+            self._exit_codes.pop(pid)  # of an earlier one's
             self._answers.append((kind, pid, number, fds))
         return True
 
@@ -357,8 +360,8 @@ class ForkserverConnection:
         return self._exit_code
 
     def _is_gone(self) -> ForkserverGoneError:
-        was_importing = self.state is _State.IMPORTING
-        self.state = _State.GONE
+        was_importing = self.state is ForkserverState.IMPORTING
+        self.state = ForkserverState.GONE
         code = self._reap(_EXIT_TIMEOUT_S)
         if was_importing and code is not None:
             self._refuse(f"its import ends the process (exit code {code})")
@@ -373,7 +376,7 @@ class ForkserverConnection:
 
         If none is being imported, this holds for all packages.
         """
-        self.state = _State.REFUSED
+        self.state = ForkserverState.REFUSED
         assert self.key.imports is not None
         top = self.importing.partition(".")[0]
         stamps = self.key.imports.stamps
@@ -405,27 +408,25 @@ class _ForkserverChild(Child):
         self._owner.abandon(self.pid)
 
 
-def _inherited() -> list[object]:
-    """Returns what else children inherit: streams, limits, cores, priority.
+def _receive(notices: socket.socket) -> tuple[bytes, list[int]]:
+    """Returns a notice, or b"" at the end, and the descriptors it brings.
 
-    It may differ between an open fork server and its trainer, but a kept fork
-    server is not used for a dataset if it does.
+    Raises:
+        BlockingIOError: There is no notice.
+        ConnectionResetError: The fork server has ended.
     """
-    import resource
-
-    found: list[object] = [
-        resource.getrlimit(getattr(resource, name))
-        for name in sorted(vars(resource))
-        if name.startswith("RLIMIT_")
-    ]
-    for fd in range(3):
-        with contextlib.suppress(OSError):  # it is closed
-            status = os.fstat(fd)
-            found.append((fd, status.st_dev, status.st_ino))
-    # Of the main thread; others may have their own.
-    found.append(os.sched_getaffinity(os.getpid()))
-    found.append(os.getpriority(os.PRIO_PROCESS, os.getpid()))
-    return found
+    datagram, fds, flags, _ = socket.recv_fds(
+        notices,
+        forkserver.NOTICE.size + forkserver.MAX_TEXT_BYTES,
+        1,
+        socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT,
+    )
+    if flags & socket.MSG_CTRUNC:
+        raise LoaderError(
+            "This process has no file descriptor left for a worker. "
+            "Raise the limit on open files (`ulimit -n`)."
+        )
+    return datagram, fds
 
 
 def _refusal(number: int) -> LoaderError:
@@ -442,159 +443,3 @@ def _refusal(number: int) -> LoaderError:
         "at the limits on processes (`ulimit -u`), open files (`ulimit -n`) "
         "and memory, or lower `workers`."
     )
-
-
-def rights() -> _Rights:
-    """Returns the user, groups and capabilities that children inherit."""
-    status = stack_dump.status_of("thread-self")
-    rest = [(k, v) for k, v in status.items() if k.startswith(_OF_RIGHTS)]
-    groups = tuple(sorted(os.getgroups()))
-    return os.getresuid(), os.getresgid(), groups, *sorted(rest)
-
-
-# The fork servers of this process. The lock is reentrant: a dataset may be
-# collected, and so closed, while it is held.
-_forkservers: dict[Key, ForkserverConnection] = {}
-
-
-_forkservers_lock = threading.RLock()
-
-
-# The fork server without users that waits for one; `None` if there is none.
-_kept: ForkserverConnection | None = None
-
-
-# Those that somebody has left. Leaving waits for no lock: a dataset may be
-# collected by a thread that holds the lock of another fork server.
-_left: collections.deque[ForkserverConnection] = collections.deque()
-
-
-def forkserver_pids() -> list[int]:
-    """Returns the process ids of the fork servers of this process."""
-    servers = list(_forkservers.values())
-    return [server.pid for server in servers if server.pid]
-
-
-def join(key: Key) -> ForkserverConnection:
-    """Returns the fork server for a key, and counts the caller as a user."""
-    kept = _kept
-    if kept is not None and not kept.is_usable:
-        close_kept()
-    try:
-        with _forkservers_lock:
-            found = _forkservers.get(key)
-            if found is None or found.state is _State.GONE:
-                base = None if key.imports is None else _base_of(key)
-                found = _forkservers[key] = ForkserverConnection(key, base)
-            _add_user(found)
-            return found
-    finally:
-        _close_left()
-
-
-def _add_user(server: ForkserverConnection) -> None:
-    """Counts one user more; a fork server that was kept is in use again."""
-    global _kept
-    if server.state is _State.KEPT:
-        server.use_again()
-        _kept = None
-    server.users += 1
-
-
-def _base_of(key: Key) -> ForkserverConnection:
-    """Returns the fork server from which to fork a new fork server.
-
-    It has the most of the packages that are wanted, and no others. The new
-    fork server counts as one of its users.
-    """
-    wanted = key.imports
-    assert wanted is not None
-    bases = [
-        server
-        for other, server in _forkservers.items()
-        if other.imports is not None
-        and server.state in (_State.READY, _State.KEPT)
-        and other._replace(imports=wanted) == key
-        and other.imports.surroundings == wanted.surroundings
-        and {*other.imports.names} < {*wanted.names}
-        and {*other.imports.stamps} <= {*wanted.stamps}
-    ]
-    if not bases:
-        return join(key._replace(imports=None))
-    base = max(bases, key=_num_names)
-    _add_user(base)
-    return base
-
-
-def _num_names(server: ForkserverConnection) -> int:
-    return 0 if server.key.imports is None else len(server.key.imports.names)
-
-
-def leave(held: ForkserverConnection) -> None:
-    """Counts one user less; the fork server ends or is kept after its last."""
-    _left.append(held)
-    _close_left()
-
-
-def close_kept() -> None:
-    """Ends the fork server that is kept, if there is one."""
-    global _kept
-    with _forkservers_lock:
-        unused, _kept = _kept, None
-        _forget(unused)
-    if unused is not None:
-        _close(unused)
-        _close_left()
-
-
-# After the datasets, whose finalizers are made later, and so run before.
-weakref.finalize(_left, close_kept)
-
-
-def _close_left() -> None:
-    """Closes unused fork servers, unless another thread is closing them."""
-    unused: list[ForkserverConnection] = []
-    while _left and _forkservers_lock.acquire(blocking=False):
-        try:
-            while _left:
-                held = _left.popleft()
-                held.users -= 1
-                if not held.users:
-                    unused += _keep_or_forget(held)
-        finally:
-            _forkservers_lock.release()
-        while unused:
-            _close(unused.pop())
-
-
-def _keep_or_forget(held: ForkserverConnection) -> list[ForkserverConnection]:
-    """Returns the fork servers to close after the last user of one has left."""
-    global _kept
-    unused: ForkserverConnection | None = held
-    if held.keep():
-        unused, _kept = _kept, held
-    _forget(unused)
-    return [] if unused is None else [unused]
-
-
-def _forget(unused: ForkserverConnection | None) -> None:
-    if unused is not None and _forkservers.get(unused.key) is unused:
-        del _forkservers[unused.key]
-
-
-def _close(unused: ForkserverConnection) -> None:
-    unused.close()
-    if unused.base is not None:
-        _left.append(unused.base)
-
-
-def _after_fork() -> None:
-    """Drops the parent's fork servers and lock in a forked child process."""
-    global _forkservers_lock, _kept
-    _forkservers_lock = threading.RLock()
-    _kept = None
-    _forkservers.clear()
-    _left.clear()
-
-
-_process_role.at_fork(after_in_child=_after_fork)
