@@ -368,32 +368,122 @@ def test_a_kept_fork_server_that_has_ended_is_replaced(end, site, monkeypatch):
     assert importers(after, "alpha") != {before}
 
 
-@pytest.mark.parametrize("change", ["cores", "limit"])
-def test_workers_have_the_cores_and_the_limits_that_the_program_has(
-    change, site
+def test_a_kept_fork_server_ends_with_the_one_that_it_is_a_fork_of(
+    site, monkeypatch
+):
+    monkeypatch.setattr(forkserver_connection, "_KEPT_S", 0.01)
+    site.package("alpha")
+    kind = site.dataset("alpha")
+    with kind(**PROCESSES) as dataset:
+        told(dataset)
+        first = psutil.Process().children()
+    assert len(first) == 1
+    psutil.wait_procs(first, 60)
+    assert not first[0].is_running()
+
+
+def test_a_kept_fork_server_keeps_no_output_of_the_program_open(site):
+    site.package("alpha")
+    kind = site.dataset("alpha", more="os.write(1, b'.')")
+    read, write = os.pipe()
+    before = os.dup(1)
+    try:
+        os.dup2(write, 1)
+        os.close(write)
+        batches = _opened(kind)
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+    with open(read, "rb") as written:
+        assert written.read() == b"." * len(batches)  # and comes to an end
+
+
+def test_a_fork_server_that_is_used_again_has_the_output_again(site, capfd):
+    site.package("alpha")
+    kind = site.dataset("alpha", more="os.write(1, b'.')")
+    before, after = _opened(kind), _opened(kind)
+    assert importers(after, "alpha") == importers(before, "alpha")
+    assert capfd.readouterr().out == "." * len(before + after)
+
+
+@pytest.mark.parametrize("change", ["cores", "limit", "output"])
+@pytest.mark.parametrize("base", ["open", "closed"])
+def test_workers_start_with_what_the_program_has_now(
+    base, change, site, tmp_path
 ):
     site.package("alpha")
-    kind = site.dataset(
-        "alpha",
-        more="[len(os.sched_getaffinity(0)), "
-        "__import__('resource').getrlimit(2)[0]]",
+    site.package("beta")
+    inherits = (
+        "[len(os.sched_getaffinity(0)), "
+        "__import__('resource').getrlimit(2)[0], os.fstat(1).st_ino]"
     )
-    _opened(kind)
+    kind = site.dataset("alpha", "beta", more=inherits)
     assert resource.RLIMIT_DATA == 2
     cores = os.sched_getaffinity(0)
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    expected = [len(cores), soft]
-    try:
-        if change == "cores":
-            os.sched_setaffinity(0, {min(cores)})
-            expected[0] = 1
-        else:
-            expected[1] = 2**50
-            resource.setrlimit(resource.RLIMIT_DATA, (expected[1], hard))
-        assert all(list(b["more"]) == expected for b in _opened(kind))
-    finally:
-        os.sched_setaffinity(0, cores)
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    before = os.dup(1)
+    with contextlib.ExitStack() as stack:
+        # The fork server that the other one is a fork of.
+        less = site.dataset("alpha", name="less")(**PROCESSES)
+        told(stack.enter_context(less))
+        if base == "closed":
+            less.close()
+            _opened(kind)
+        try:
+            if change == "cores":
+                os.sched_setaffinity(0, {min(cores)})
+            elif change == "limit":
+                resource.setrlimit(resource.RLIMIT_DATA, (2**50, hard))
+            else:
+                with open(tmp_path / "output", "w") as file:
+                    os.dup2(file.fileno(), 1)
+            expected = [
+                len(os.sched_getaffinity(0)),
+                resource.getrlimit(resource.RLIMIT_DATA)[0],
+                os.fstat(1).st_ino,
+            ]
+            assert all(list(b["more"]) == expected for b in _opened(kind))
+        finally:
+            os.sched_setaffinity(0, cores)
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+            os.dup2(before, 1)
+            os.close(before)
+
+
+@pytest.mark.parametrize("base", ["open", "closed"])
+def test_a_package_of_which_a_part_was_reloaded_is_imported_again(base, site):
+    site.package("alpha")
+    part = site.installed / "alpha" / "part.py"
+    part.write_text("def scale():\n    return 1\n")
+    importlib.import_module("alpha.part")
+    site.names.append("alpha.part")
+    site.module("uses_part", "import alpha.part\n")
+    kind = site.dataset("alpha.part", "uses_part", more="alpha.part.scale()")
+    with kind(**PROCESSES) as before:
+        assert {int(b["more"]) for b in told(before)} == {1}
+        if base == "closed":
+            before.close()
+        part.write_text("def scale():\n    return 22\n")
+        importlib.invalidate_caches()
+        importlib.reload(sys.modules["alpha.part"])
+        assert {int(b["more"]) for b in _opened(kind)} == {22}
+
+
+def test_workers_find_a_package_that_was_installed_meanwhile(
+    site, tmp_path, monkeypatch
+):
+    folder = tmp_path / "later"
+    monkeypatch.syspath_prepend(str(folder))
+    site.package("alpha")
+    kind = site.dataset(
+        "alpha",
+        more="__import__('importlib.util').util.find_spec('late') is not None",
+    )
+    assert not any(b["more"] for b in _opened(kind))
+    folder.mkdir()
+    (folder / "late.py").touch()
+    importlib.invalidate_caches()
+    assert all(b["more"] for b in _opened(kind))
 
 
 @kept

@@ -452,7 +452,7 @@ def test_datasets_that_two_threads_collect_end_their_fork_servers(monkeypatch):
     # Each thread collects a dataset while it starts workers of another.
     def join(**worker_env):
         worker_env = tuple(worker_env.items())
-        return forkservers.join(inherited.Key(worker_env, inherited.rights()))
+        return forkservers.join(inherited.key_of_this_process(worker_env))
 
     one, other = join(), join(OTHER="1")
     forking, joining = threading.Event(), threading.Event()

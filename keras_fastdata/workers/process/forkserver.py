@@ -19,9 +19,12 @@ and imports the packages before it serves requests:
     trainer --FORK + descriptors--> fork server 2 --fork--> worker
 
 A derived fork server whose last user has left waits for the next one, so that
-the packages need not be imported again, and ends after some seconds:
+the packages need not be imported again, and ends after some seconds. So does
+the fork server that it is a fork of. While they wait, they keep nobody's output
+open:
 
     trainer --KEEP seconds--> fork server 2
+    trainer --USE + streams--> fork server 2
 
 An import may hang, or end the process: it never runs in a process that others
 depend on, and the fork server that it was forked from watches the trainer.
@@ -33,6 +36,7 @@ import contextlib
 import ctypes
 import errno
 import gc
+import importlib
 import math
 import os
 import select
@@ -40,7 +44,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from keras_fastdata.memory import shared_state
 from keras_fastdata.workers import worker_process
@@ -49,11 +53,13 @@ from keras_fastdata.workers.process import (
     sockets,
     worker_main,
 )
+from keras_fastdata.workers.process.inherited import open_streams
 
 FORK, DERIVE = b"F", b"D"
-# Without workers: end after these seconds, unless a request comes.
+# Without children, end after these seconds, unless it is used again.
 KEEP = struct.Struct("<cd")
 KEEP_KIND = b"K"
+USE = b"U"  # and the numbers of the descriptors that come with it
 # What it tells: a kind, a process id, and an exit code or an errno, or 0.
 NOTICE = struct.Struct("<cqq")
 FORKED, ENDED, REFUSED = b"P", b"E", b"R"
@@ -121,8 +127,7 @@ class _Server:
 
     def _kill_workers(self) -> None:
         for pid in self._workers.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+            _kill_group(pid)
 
     def _left_s(self) -> float:
         """Returns the time until the end of a server that nobody uses."""
@@ -138,11 +143,12 @@ class _Server:
             return False
         if not datagram:
             return False
-        self._ends_at = math.inf
         if datagram.startswith(KEEP_KIND):
-            _, seconds = KEEP.unpack(datagram)
-            self._ends_at = time.monotonic() + seconds
-            self._kill_workers()
+            self._wait_for_use(*KEEP.unpack(datagram)[1:])
+            return True
+        if datagram.startswith(USE):
+            self._ends_at = math.inf
+            _put_in_place(fds, datagram.removeprefix(USE))
             return True
         try:
             if flags & socket.MSG_CTRUNC:
@@ -168,6 +174,15 @@ class _Server:
         except (BrokenPipeError, ConnectionResetError):
             return False
         return True
+
+    def _wait_for_use(self, seconds: float) -> None:
+        self._ends_at = time.monotonic() + seconds
+        for pidfd, pid in self._workers.items():
+            if pidfd not in self._derived:
+                _kill_group(pid)
+        with open(os.devnull, "wb") as nowhere:
+            for number in open_streams():
+                os.dup2(nowhere.fileno(), number)
 
     def _fork(
         self, become: Callable[[list[int]], int], fds: list[int]
@@ -202,6 +217,7 @@ class _Server:
     def _become_worker(self, fds: list[int]) -> int:
         os.close(self._trainer_pidfd)
         imports.reseed()
+        importlib.invalidate_caches()  # packages may have been installed
         return worker_main.main(worker_main.Files(*fds))
 
     def _become_server(self, fds: list[int]) -> int:
@@ -241,13 +257,24 @@ class _Server:
         self._derived.discard(pidfd)
         self._poll.unregister(pidfd)
         # The group first: once reaped, its number may be another's.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+        _kill_group(pid)
         _, status = os.waitpid(pid, 0)
         os.close(pidfd)
         code = os.waitstatus_to_exitcode(status)
         with contextlib.suppress(OSError):
             self._requests.send(NOTICE.pack(ENDED, pid, code))
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _put_in_place(fds: Iterable[int], numbers: Iterable[int]) -> None:
+    """Gives descriptors other numbers."""
+    for fd, number in zip(fds, numbers, strict=False):
+        os.dup2(fd, number)
+        os.close(fd)
 
 
 def _set_signals() -> None:

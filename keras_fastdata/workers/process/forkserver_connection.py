@@ -28,7 +28,7 @@ from keras_fastdata.workers.process.children import (
     kill,
     start_python,
 )
-from keras_fastdata.workers.process.inherited import Key, inherited
+from keras_fastdata.workers.process.inherited import Key, open_streams
 
 _START_TIMEOUT_S = 60.0  # for an interpreter to start on a loaded machine
 _NOTICE_WAIT_S = 1.0
@@ -118,7 +118,7 @@ class ForkserverConnection:
         self.state = ForkserverState.READY
         self._lock = threading.RLock()
         self._unanswered = 0  # requests
-        self._inherited = inherited()
+        self._specs = imports.specs_of(key.imports)
         self._exit_codes = _ExitCodes()
         self._answers: collections.deque[tuple[bytes, int, int, list[int]]] = (
             collections.deque()
@@ -191,10 +191,12 @@ class ForkserverConnection:
     def keep(self) -> bool:
         """Has the fork server wait for its next user; returns whether it does.
 
-        It kills its remaining workers.
+        It kills its remaining workers, and gives up its output streams.
         """
+        if self.state is ForkserverState.KEPT:
+            return True
         is_reusable = self.state is ForkserverState.READY and self.has_forked
-        if self.key.imports is None or not is_reusable or self._unanswered:
+        if not is_reusable or self._unanswered:
             return False
         text = forkserver.KEEP.pack(forkserver.KEEP_KIND, _KEPT_S)
         try:
@@ -209,6 +211,10 @@ class ForkserverConnection:
         self.users += 1
         if self.state is ForkserverState.KEPT:
             self.state = ForkserverState.READY
+            streams = open_streams()
+            text = forkserver.USE + bytes(streams)
+            with contextlib.suppress(OSError):  # it ends: the next fork fails
+                socket.send_fds(self._socket, [text], streams)
 
     def drop_user(self) -> int:
         """Counts one user less; returns how many there are still."""
@@ -216,9 +222,9 @@ class ForkserverConnection:
         return self.users
 
     @property
-    def is_usable(self) -> bool:
-        """Whether it has not ended, and is as one that starts now."""
-        return not self.has_ended and self._inherited == inherited()
+    def is_current(self) -> bool:
+        """Whether it has not ended, and none of its packages was reloaded."""
+        return not self.has_ended and imports.are_current(self._specs)
 
     def close(self) -> None:
         """Ends the fork server, which kills its remaining workers."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import threading
 import weakref
+from collections.abc import Iterator
 
 from keras_fastdata import _process_role
 from keras_fastdata.workers.process.forkserver_connection import (
@@ -27,7 +28,8 @@ _forkservers: dict[Key, ForkserverConnection] = {}
 _forkservers_lock = threading.RLock()
 
 
-# The fork server without users that waits for one; `None` if there is none.
+# The fork server without users that waits for one. Those that it is a fork of
+# wait with it, unless they have other users.
 _kept: ForkserverConnection | None = None
 
 
@@ -45,12 +47,16 @@ def forkserver_pids() -> list[int]:
 def join(key: Key) -> ForkserverConnection:
     """Returns the fork server for a key, and counts the caller as a user."""
     kept = _kept
-    if kept is not None and not kept.is_usable:
+    if kept is not None and not kept.is_current:
         close_kept()
     try:
         with _forkservers_lock:
             found = _forkservers.get(key)
-            if found is None or found.state is ForkserverState.GONE:
+            if (
+                found is None
+                or found.state is ForkserverState.GONE
+                or not found.is_current
+            ):
                 base = None if key.imports is None else _base_of(key)
                 found = _forkservers[key] = ForkserverConnection(key, base)
             _use(found)
@@ -60,10 +66,14 @@ def join(key: Key) -> ForkserverConnection:
 
 
 def _use(server: ForkserverConnection) -> None:
+    """Counts one user more; what was kept for it is in use again."""
     global _kept
+    was_kept = server.state is ForkserverState.KEPT
     server.add_user()
     if server is _kept:
         _kept = None
+    if was_kept and server.base is not None:
+        _use(server.base)
 
 
 def _base_of(key: Key) -> ForkserverConnection:
@@ -83,6 +93,7 @@ def _base_of(key: Key) -> ForkserverConnection:
         and other.imports.surroundings == wanted.surroundings
         and {*other.imports.names} < {*wanted.names}
         and {*other.imports.stamps} <= {*wanted.stamps}
+        and server.is_current
     ]
     if not bases:
         return join(key._replace(imports=None))
@@ -102,14 +113,13 @@ def leave(held: ForkserverConnection) -> None:
 
 
 def close_kept() -> None:
-    """Ends the fork server that is kept, if there is one."""
+    """Ends the fork servers that are kept, if there are any."""
     global _kept
     with _forkservers_lock:
-        unused, _kept = _kept, None
+        unused, _kept = _waiting(_kept), None
         _forget(unused)
-    if unused is not None:
-        _close(unused)
-        _close_left()
+    for server in unused:
+        server.close()
 
 
 # After the datasets, whose finalizers are made later, and so run before.
@@ -128,28 +138,54 @@ def _close_left() -> None:
         finally:
             _forkservers_lock.release()
         while unused:
-            _close(unused.pop())
+            unused.pop(0).close()
 
 
 def _keep_or_forget(held: ForkserverConnection) -> list[ForkserverConnection]:
-    """Returns the fork servers to close after the last user of one has left."""
+    """Returns the fork servers to close after the last user of one has left.
+
+    What a fork server is a fork of ends, or is kept, with it, unless others use
+    that too.
+    """
     global _kept
-    unused: ForkserverConnection | None = held
-    if held.keep():
-        unused, _kept = _kept, held
+    unused = [held]
+    while (base := unused[-1].base) is not None and not base.drop_user():
+        unused.append(base)
+    before = _kept
+    has_kept_fork = held in _with_bases(before)
+    if (has_kept_fork or held.key.imports is not None) and all(
+        server.keep() for server in unused
+    ):
+        if has_kept_fork:
+            return []
+        _kept = held
+        unused = [each for each in _waiting(before) if each not in unused]
     _forget(unused)
-    return [] if unused is None else [unused]
+    return unused
 
 
-def _forget(unused: ForkserverConnection | None) -> None:
-    if unused is not None and _forkservers.get(unused.key) is unused:
-        del _forkservers[unused.key]
+def _with_bases(
+    server: ForkserverConnection | None,
+) -> Iterator[ForkserverConnection]:
+    """Yields a fork server, and those that it is a fork of."""
+    while server is not None:
+        yield server
+        server = server.base
 
 
-def _close(unused: ForkserverConnection) -> None:
-    unused.close()
-    if unused.base is not None:
-        _left.append(unused.base)
+def _waiting(kept: ForkserverConnection | None) -> list[ForkserverConnection]:
+    """Returns which of a kept fork server and its bases have no user."""
+    return [
+        server
+        for server in _with_bases(kept)
+        if server.state is ForkserverState.KEPT
+    ]
+
+
+def _forget(unused: list[ForkserverConnection]) -> None:
+    for server in unused:
+        if _forkservers.get(server.key) is server:
+            del _forkservers[server.key]
 
 
 def _after_fork() -> None:

@@ -88,6 +88,30 @@ def stamp_of(name: str) -> Stamp:
     return name, 0, 0
 
 
+def specs_of(imports: Imports | None) -> dict[str, object]:
+    """Returns the specs of the modules that this process has of packages."""
+    if imports is None:
+        return {}
+    tops = {name.partition(".")[0] for name in imports.names}
+    return {
+        name: getattr(module, "__spec__", None)
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in tops
+    }
+
+
+def are_current(specs: dict[str, object]) -> bool:
+    """Returns whether no module was reloaded, or imported again, since then.
+
+    Args:
+        specs: From `specs_of`. A module that is imported has a new one.
+    """
+    return all(
+        getattr(sys.modules.get(name), "__spec__", spec) is spec
+        for name, spec in specs.items()
+    )
+
+
 def run(imports: Imports, begin: Callable[[int], None]) -> None:
     """Imports packages into this process.
 

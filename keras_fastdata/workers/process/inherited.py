@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from keras_fastdata.workers import stack_dump
 from keras_fastdata.workers.process import imports
 
+STREAMS = (1, 2)  # descriptors; the standard input of workers is empty
 _OF_RIGHTS = ("Cap", "NoNewPrivs", "Seccomp")  # in /proc/*/status
-
-Rights = tuple[object, ...]
 
 
 class Key(NamedTuple):
@@ -19,41 +19,48 @@ class Key(NamedTuple):
 
     Attributes:
         worker_env: Environment variables over the clean defaults.
-        rights: User, groups and capabilities.
+        inherited: User, groups, capabilities, limits, cores, priority, and
+            files that standard output and error are.
         imports: What it has imported, if more than this package.
     """
 
     worker_env: tuple[tuple[str, str], ...]
-    rights: Rights
+    inherited: tuple[object, ...]
     imports: imports.Imports | None = None
 
 
-def rights() -> Rights:
-    """Returns the user, groups and capabilities that children inherit."""
+def key_of_this_process(worker_env: Iterable[tuple[str, str]]) -> Key:
+    """Returns the key of a fork server that starts now, without packages."""
+    return Key(tuple(worker_env), (*_rights(), *_settings(), *_streams()))
+
+
+def open_streams() -> list[int]:
+    """Returns those of `STREAMS` that are open."""
+    return [fd for fd, *_ in _streams()]
+
+
+def _rights() -> Iterator[object]:
+    """Yields the user, groups and capabilities."""
+    yield from (os.getresuid(), os.getresgid(), tuple(sorted(os.getgroups())))
     status = stack_dump.status_of("thread-self")
-    rest = [(k, v) for k, v in status.items() if k.startswith(_OF_RIGHTS)]
-    groups = tuple(sorted(os.getgroups()))
-    return os.getresuid(), os.getresgid(), groups, *sorted(rest)
+    yield from sorted(
+        pair for pair in status.items() if pair[0].startswith(_OF_RIGHTS)
+    )
 
 
-def inherited() -> list[object]:
-    """Returns what else children inherit: streams, limits, cores, priority.
-
-    It may differ between an open fork server and its trainer, but a kept fork
-    server is not used for a dataset if it does.
-    """
+def _settings() -> Iterator[object]:
+    """Yields the limits, and the main thread's cores and priority."""
     import resource
 
-    found: list[object] = [
-        resource.getrlimit(getattr(resource, name))
-        for name in sorted(vars(resource))
-        if name.startswith("RLIMIT_")
-    ]
-    for fd in range(3):
+    for name in sorted(vars(resource)):
+        if name.startswith("RLIMIT_"):
+            yield resource.getrlimit(getattr(resource, name))
+    yield tuple(sorted(os.sched_getaffinity(os.getpid())))
+    yield os.getpriority(os.PRIO_PROCESS, os.getpid())
+
+
+def _streams() -> Iterator[tuple[int, int, int]]:
+    for fd in STREAMS:
         with contextlib.suppress(OSError):  # it is closed
             status = os.fstat(fd)
-            found.append((fd, status.st_dev, status.st_ino))
-    # Of the main thread; others may have their own.
-    found.append(os.sched_getaffinity(os.getpid()))
-    found.append(os.getpriority(os.PRIO_PROCESS, os.getpid()))
-    return found
+            yield fd, status.st_dev, status.st_ino

@@ -38,7 +38,10 @@ from keras_fastdata.workers.process.forkserver_connection import (
     is_refused,
 )
 from keras_fastdata.workers.process.forkservers import join, leave
-from keras_fastdata.workers.process.inherited import Key, rights
+from keras_fastdata.workers.process.inherited import (
+    Key,
+    key_of_this_process,
+)
 
 _FORKSERVERS = 4  # that may die one after the other before it is an error
 
@@ -193,7 +196,7 @@ class ForkserverLauncher(Launcher):
         leave(server)
 
     def _plain_key(self) -> Key:
-        return Key(self._worker_env, rights())
+        return key_of_this_process(self._worker_env)
 
     def _key(self, surroundings: worker_process.Surroundings) -> Key:
         """Returns the key of the fork server to use for the next worker."""
