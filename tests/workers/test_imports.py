@@ -469,6 +469,25 @@ def test_a_package_of_which_a_part_was_reloaded_is_imported_again(base, site):
         assert {int(b["more"]) for b in _opened(kind)} == {22}
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_upgraded_package_is_told_of_and_workers_may_have_the_old_one(
+    kept, site, caplog
+):
+    site.package("alpha", "VERSION = iter([1] * 16).__next__\n")
+    kind = site.dataset("alpha", more="alpha.VERSION()")
+    assert all(b["more"] == 1 for b in _opened(kind))
+    if not kept:
+        forkservers.close_kept()
+    file = site.installed / "alpha" / "__init__.py"
+    file.write_text(file.read_text().replace("[1]", "[22]"))
+    assert not caplog.records
+    after = 1 if kept else 22
+    for _ in range(2):
+        assert all(b["more"] == after for b in _opened(kind))
+    (warning,) = caplog.records
+    assert "package `alpha` has changed on disk" in warning.getMessage()
+
+
 def test_workers_find_a_package_that_was_installed_meanwhile(
     site, tmp_path, monkeypatch
 ):

@@ -18,7 +18,7 @@ from keras_fastdata.memory.shared_state import write_shared_state
 from keras_fastdata.workers import environment
 from keras_fastdata.workers.process import (
     forkserver,
-    imports,
+    packages,
     sockets,
     worker_main,
 )
@@ -60,10 +60,10 @@ class ForkserverState(enum.Enum):
 
 
 # Packages that each worker imports itself.
-_refused: set[imports.Stamp] = set()
+_refused: set[packages.Stamp] = set()
 
 
-def is_refused(stamp: imports.Stamp) -> bool:
+def is_refused(stamp: packages.Stamp) -> bool:
     """Returns whether each worker imports a package itself."""
     return stamp in _refused
 
@@ -118,7 +118,8 @@ class ForkserverConnection:
         self.state = ForkserverState.READY
         self._lock = threading.RLock()
         self._unanswered = 0  # requests
-        self._specs = imports.specs_of(key.imports)
+        stamps = () if key.imports is None else key.imports.stamps
+        self._specs = packages.specs_of(stamps)
         self._exit_codes = _ExitCodes()
         self._answers: collections.deque[tuple[bytes, int, int, list[int]]] = (
             collections.deque()
@@ -224,7 +225,7 @@ class ForkserverConnection:
     @property
     def is_current(self) -> bool:
         """Whether it has not ended, and none of its packages was reloaded."""
-        return not self.has_ended and imports.are_current(self._specs)
+        return not self.has_ended and packages.are_current(self._specs)
 
     def close(self) -> None:
         """Ends the fork server, which kills its remaining workers."""

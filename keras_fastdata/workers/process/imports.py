@@ -34,6 +34,7 @@ import numpy as np
 
 from keras_fastdata._modules import is_main, is_users
 from keras_fastdata.workers import exceptions, worker_process
+from keras_fastdata.workers.process.packages import Stamp
 
 _SETTLE_S = 1.0  # for threads and processes that are about to end
 _LOOK_S = 0.01
@@ -68,48 +69,8 @@ class Imports:
     surroundings: worker_process.Surroundings
 
 
-Stamp = tuple[str, int, int]
-
-
 class NotShareableError(Exception):
     """Raised when an import has made this process unsafe to fork."""
-
-
-def stamp_of(name: str) -> Stamp:
-    """Returns a package's name, and its main file's inode and mtime."""
-    module = sys.modules.get(name)
-    places = [
-        getattr(module, "__file__", None),
-        *getattr(module, "__path__", ()),
-    ]
-    with contextlib.suppress(OSError, StopIteration):
-        found = os.stat(next(filter(None, places)))
-        return name, found.st_ino, found.st_mtime_ns
-    return name, 0, 0
-
-
-def specs_of(imports: Imports | None) -> dict[str, object]:
-    """Returns the specs of the modules that this process has of packages."""
-    if imports is None:
-        return {}
-    tops = {name.partition(".")[0] for name in imports.names}
-    return {
-        name: getattr(module, "__spec__", None)
-        for name, module in list(sys.modules.items())
-        if name.partition(".")[0] in tops
-    }
-
-
-def are_current(specs: dict[str, object]) -> bool:
-    """Returns whether no module was reloaded, or imported again, since then.
-
-    Args:
-        specs: From `specs_of`. A module that is imported has a new one.
-    """
-    return all(
-        getattr(sys.modules.get(name), "__spec__", spec) is spec
-        for name, spec in specs.items()
-    )
 
 
 def run(imports: Imports, begin: Callable[[int], None]) -> None:

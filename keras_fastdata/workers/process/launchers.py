@@ -23,6 +23,7 @@ from keras_fastdata.workers import environment, worker_process
 from keras_fastdata.workers.base import Builds
 from keras_fastdata.workers.process import (
     imports,
+    packages,
     worker_main,
 )
 from keras_fastdata.workers.process.children import (
@@ -201,7 +202,7 @@ class ForkserverLauncher(Launcher):
     def _key(self, surroundings: worker_process.Surroundings) -> Key:
         """Returns the key of the fork server to use for the next worker."""
         stamps = {
-            top: imports.stamp_of(top)
+            top: packages.stamp_of(top)
             for top in {name.partition(".")[0] for name in self._modules}
         }
         names = [
