@@ -26,7 +26,7 @@ from keras_fastdata.engine.plain_values import (
     MAPPINGS,
     is_plain,
 )
-from keras_fastdata.engine.sent_digest import checksum_of
+from keras_fastdata.engine.sent_digest import checksum_of, dtype_text
 
 _MOST_ITEMS = 100  # of a container whose kinds are described
 _MOST_SAMPLED = 1_000  # items of a container with too much in it
@@ -71,9 +71,9 @@ def _content_of(value: Any) -> Any:
         return digest_of(value)  # with its path
     if isinstance(value, np.ndarray):
         if not value.dtype.hasobject:
-            return value.dtype.str, value.shape, checksum_of(value)
+            return dtype_text(value.dtype), value.shape, checksum_of(value)
         items = first_items(value.flat)
-        return value.dtype.str, value.shape, _described(value, items)
+        return dtype_text(value.dtype), value.shape, _described(value, items)
     if is_plain(value) or package in _WITH_REPR:
         return _text_of(value)
     if kind in (*CONTAINERS, *MAPPINGS, types.MappingProxyType):

@@ -89,10 +89,11 @@ def digest_of(dataset: Any) -> bytes | None:
 
 
 def checksum_of(values: Any) -> tuple[Any, ...] | None:
-    """Returns a checksum of an array, or of a sample of a large one.
+    """Returns dtype, shape and a checksum of an array.
 
-    Returns `None` for an array of objects, for a large one that is not in one
-    piece, and for one in a file that is mapped into memory.
+    The checksum is that of a sample if the array is large. Returns `None` for
+    an array of objects, for a large one that is not in one piece, and for one
+    in a file that is mapped into memory.
     """
     if not isinstance(values, np.ndarray):  # a bytearray, or of `array`
         return len(values), zlib.crc32(bytes(values[:_MOST_BYTES]))
@@ -102,7 +103,7 @@ def checksum_of(values: Any) -> tuple[Any, ...] | None:
     is_in_file = isinstance(values, np.memmap) and values.mode != "c"
     if values.dtype.hasobject or is_in_file:
         return None
-    values = values.view(np.ndarray)
+    values, kind = values.view(np.ndarray), dtype_text(values.dtype)
     if values.nbytes > _MOST_BYTES:
         is_mapped = isinstance(owner_of(values).base, mmap.mmap)
         values = values.T if values.flags.f_contiguous else values
@@ -110,7 +111,15 @@ def checksum_of(values: Any) -> tuple[Any, ...] | None:
             return None
         flat = values.reshape(-1)
         values = flat[:: max(1, flat.size // _MOST_SAMPLED)]
-    return values.shape, zlib.crc32(values.tobytes())
+    return kind, values.shape, zlib.crc32(values.tobytes())
+
+
+def dtype_text(dtype: np.dtype[Any]) -> str:
+    """Returns a text that tells a dtype from others, with names of fields.
+
+    A program may change the dtype of an array, and the names, in place.
+    """
+    return dtype.str if dtype.names is None else str(dtype)
 
 
 class _SentPickler(Pickler):
@@ -173,7 +182,7 @@ class _SentPickler(Pickler):
             if is_small and obj.dtype.hasobject:
                 return None
             identity = None if is_small else _identity(obj)
-            return identity, obj.dtype.str, self._checksum_of(obj)
+            return identity, dtype_text(obj.dtype), self._checksum_of(obj)
         if isinstance(obj, _TAKEN_APART) or _is_open(kind):
             return None
         return _identity(obj)

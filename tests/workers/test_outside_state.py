@@ -2095,11 +2095,48 @@ _OTHER_VALUES = {
 
 
 class UsesValues(FastPyDataset):
+    held = None
+
     def __len__(self):
         return 1
 
     def __getitem__(self, index):
-        return np.array(repr((conf.value, conf.held.value)))
+        return np.array(repr((conf.value, conf.held.value, self.held)))
+
+
+def _as_float(array):
+    array.dtype = "f8"
+
+
+def _with_other_names(array):
+    array.dtype.names = "x", "y"
+
+
+@pytest.mark.parametrize(
+    ("array", "change"),
+    [
+        (np.arange(3), _as_float),
+        (np.zeros(3, [("a", "i4"), ("b", "i4")]), _with_other_names),
+    ],
+    ids=["dtype", "names"],
+)
+@pytest.mark.parametrize("has_it", ["module", "attribute"])
+@pytest.mark.parametrize(
+    "kind",
+    [{"workers": 0, "cache": "memory"}, PROCESSES],
+    ids=["cache", "process"],
+)
+def test_a_dtype_that_is_changed_in_place_reaches_every_build(
+    kind, has_it, array, change, patch
+):
+    array = copy.deepcopy(array)
+    patch.setattr(conf, "value", array if has_it == "module" else None)
+    with UsesValues(**kind) as dataset:
+        dataset.held = array if has_it == "attribute" else None
+        for _ in range(2):
+            expected = repr((conf.value, conf.held.value, dataset.held))
+            assert [str(batch) for batch in dataset] == [expected]
+            change(array)
 
 
 @pytest.mark.parametrize("what", [*_VALUES, *_OTHER_VALUES])
