@@ -80,11 +80,13 @@ def is_users(name: Any, *, if_unknown: bool = False) -> bool:
     module = sys.modules.get(top)
     file = getattr(module, "__file__", None)
     folders = list(getattr(module, "__path__", ()))
-    if folders:
-        return not _has_installed(os.path.dirname(folders[0]))
-    if file is None:
+    if file and folders:
+        place = os.path.dirname(file)  # TensorFlow puts Keras's before its own
+    elif file or folders:
+        place = file or folders[0]
+    else:
         return if_unknown
-    return not _has_installed(os.path.dirname(file))
+    return not _has_installed(os.path.dirname(place))
 
 
 def is_users_code(name: Any) -> bool:

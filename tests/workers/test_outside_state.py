@@ -584,6 +584,14 @@ def test_whose_a_module_is_depends_on_the_folder_that_it_lies_in():
     assert is_users("__main__")
 
 
+def test_an_installed_package_that_has_folders_elsewhere_is_installed(
+    monkeypatch, tmp_path
+):
+    # As TensorFlow does with Keras's, which may be installed in any folder.
+    monkeypatch.setattr(pytest, "__path__", [str(tmp_path), *pytest.__path__])
+    assert not is_users("pytest")
+
+
 @pytest.mark.parametrize(
     "make",
     [
