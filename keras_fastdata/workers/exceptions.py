@@ -10,6 +10,7 @@ costs that attribute alone. An exception that cannot be rebuilt arrives as a
 
 from __future__ import annotations
 
+import ast
 import bdb
 import contextlib
 import functools
@@ -402,13 +403,38 @@ def _traceback_of(
 ) -> types.TracebackType | None:
     """Builds a traceback from the frames of another process.
 
-    It has no column positions: these would point into the code of tblib.
+    It has no column positions, as tblib's would have: these would point into
+    code that raises in their place.
     """
     tb = None
     for frame in reversed(frames):
-        made = tblib.Traceback.from_dict(frame).as_traceback()
-        tb = types.TracebackType(tb, made.tb_frame, -1, made.tb_lineno)
+        found = tblib.Traceback.from_dict(frame)
+        code = _raising_code().replace(
+            co_filename=found.tb_frame.f_code.co_filename,
+            co_name=found.tb_frame.f_code.co_name,
+            co_firstlineno=found.tb_lineno,
+        )
+        link = None
+        try:
+            exec(code, {**found.tb_frame.f_globals}, {})
+        except ZeroDivisionError:
+            link = _links_of(sys.exc_info()[2])[-1]
+        assert link is not None
+        # Not -1 in place of its `tb_lasti`: IPython would search for ever.
+        tb = types.TracebackType(
+            tb, link.tb_frame, link.tb_lasti, link.tb_lineno
+        )
     return tb
+
+
+@functools.cache
+def _raising_code() -> types.CodeType:
+    """Returns code that raises an error in its first line, in no column."""
+    tree = ast.parse("1 / 0")
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.stmt, ast.expr)):
+            node.col_offset = node.end_col_offset = -1
+    return compile(tree, "<worker>", "exec")
 
 
 # -- pickling ------------------------------------------------------------------

@@ -20,6 +20,7 @@ import traceback
 import urllib.error
 import warnings
 
+import executing
 import numpy as np
 import pytest
 from places import KINDS, NO_TRAINER, in_each_trainer
@@ -782,6 +783,17 @@ def test_the_carets_of_a_traceback_point_to_the_right_place(raising):
     if frame.colno is not None:
         line = linecache.getline(frame.filename, frame.lineno)
         assert line[frame.colno :].startswith("RAISERS[name]()")
+
+
+def test_ipython_can_show_the_frames_of_a_worker(raising):
+    # It would search for ever in a traceback whose `tb_lasti` is -1.
+    raising.tell("a_cause")
+    link, shown = caught(walk, raising).__cause__.__traceback__, []
+    while link is not None:
+        executing.Source.executing(link)
+        shown.append(link.tb_frame.f_code.co_name)
+        link = link.tb_next
+    assert shown == ["a_cause"]
 
 
 def test_the_frames_and_notes_inside_a_group_are_the_users(raising):
