@@ -430,11 +430,14 @@ def _traceback_of(
 @functools.cache
 def _raising_code() -> types.CodeType:
     """Returns code that raises an error in its first line, in no column."""
-    tree = ast.parse("1 / 0")
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.stmt, ast.expr)):
-            node.col_offset = node.end_col_offset = -1
-    return compile(tree, "<worker>", "exec")
+    place: dict[str, Any] = {
+        "lineno": 1,
+        "col_offset": -1,
+        "end_col_offset": -1,
+    }
+    one, zero = ast.Constant(1, **place), ast.Constant(0, **place)
+    division = ast.BinOp(one, ast.Div(), zero, **place)
+    return compile(ast.Expression(division), "<worker>", "eval")
 
 
 # -- pickling ------------------------------------------------------------------

@@ -11,6 +11,7 @@ import errno
 import gc
 import logging
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -38,6 +39,7 @@ from samples import Numbered, numbers
 from trainers import START_METHODS
 
 from keras_fastdata.workers import supervisor
+from keras_fastdata.workers.process.forkservers import forkserver_pids
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 METHODS = ["forkserver", "spawn", "fork"]
@@ -261,11 +263,11 @@ def test_descriptors_that_run_out_amid_training_are_named_when(
 
 
 def with_a_forkserver_of_few():
-    """Forty workers of a fork server that was started under a limit."""
-    limit("NOFILE", 40)
+    """Forty workers of a fork server that may open few files."""
     first = Numbered(length=4, **PROCESSES)
     outcomes = [attempt(first)]
-    lift_limits()
+    (pid,) = forkserver_pids()
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (40, 40))
     second = Numbered(length=4, workers=40, use_multiprocessing=True)
     outcomes += [attempt(second), attempt(first)]
     second.close()
