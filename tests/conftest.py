@@ -239,11 +239,10 @@ def _threads() -> set[threading.Thread]:
 
 def _kept() -> set[object]:
     """Process ids and descriptors of the fork server that waits for a user."""
-    found, server = set(), forkservers._kept
-    while server is not None:
+    found = set()
+    for server in forkservers._with_bases(forkservers._kept):
         found.add(server.pid)
         found |= {str(server._socket.fileno()), str(server._child.pidfd)}
-        server = server.base
     return found
 
 

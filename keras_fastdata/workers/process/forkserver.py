@@ -115,7 +115,8 @@ class _Server:
         deadline = time.monotonic() + _REAP_TIMEOUT_S
         for pidfd in self._derived:
             sockets.wait_readable(pidfd, max(0.0, deadline - time.monotonic()))
-        self._kill_workers()
+        for pid in self._workers.values():
+            _kill_group(pid)
         # Not for ever: one may be in an uninterruptible system call.
         deadline = time.monotonic() + _REAP_TIMEOUT_S
         for pidfd, pid in self._workers.items():
@@ -124,10 +125,6 @@ class _Server:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, 0)
         self._requests.close()
-
-    def _kill_workers(self) -> None:
-        for pid in self._workers.values():
-            _kill_group(pid)
 
     def _left_s(self) -> float:
         """Returns the time until the end of a server that nobody uses."""
