@@ -89,6 +89,16 @@ def is_users(name: Any, *, if_unknown: bool = False) -> bool:
     return not _has_installed(os.path.dirname(place))
 
 
+def spec_of(module: Any) -> Any:
+    """Returns a module's spec, of which each import makes a new one.
+
+    `None` for anything else. The module is not asked for an attribute: it may
+    import others then.
+    """
+    is_module = isinstance(module, types.ModuleType)
+    return vars(module).get("__spec__") if is_module else None
+
+
 def is_users_code(name: Any) -> bool:
     """Returns whether a function whose globals have a name is the user's."""
     return is_users(name, if_unknown=has_no_module(name))

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata._modules import current_folder, is_users_file
+from keras_fastdata._modules import current_folder, is_users_file, spec_of
 from keras_fastdata.engine.import_changes import ImportChanges
 from keras_fastdata.engine.seen_values import Noted, Seen, users_among
 
@@ -135,7 +135,7 @@ class _Notices:
         new = {
             name: spec
             for name, module in list(sys.modules.items())
-            if (spec := _spec_of(module)) is not None
+            if (spec := spec_of(module)) is not None
             and (name not in cls.of or cls.of[name].spec is not spec)
         }
         if new:
@@ -146,11 +146,6 @@ class _Notices:
             folder = current_folder()
             for name, spec in new.items():
                 cls.of[name] = _Notice(spec, folder, settings)
-
-
-def _spec_of(module: Any) -> Any:
-    is_module = isinstance(module, types.ModuleType)
-    return vars(module).get("__spec__") if is_module else None
 
 
 notice_modules = _Notices.look

@@ -10,8 +10,9 @@ import contextlib
 import logging
 import os
 import sys
-import types
 from collections.abc import Iterable
+
+from keras_fastdata._modules import spec_of
 
 _log = logging.getLogger("keras_fastdata")
 
@@ -28,7 +29,7 @@ def stamp_of(name: str) -> Stamp:
 
     Logs once if another version is on disk.
     """
-    spec, on_disk = _spec_of(name), _stamp_on_disk(name)
+    spec, on_disk = spec_of(sys.modules.get(name)), _stamp_on_disk(name)
     before, stamp = _stamps.setdefault(name, (spec, on_disk))
     if before is not spec:  # it was imported again
         stamp = on_disk
@@ -49,8 +50,8 @@ def specs_of(stamps: Iterable[Stamp]) -> dict[str, object]:
     """Returns the specs of the modules that this process has of packages."""
     tops = {name for name, *_ in stamps}
     return {
-        name: _spec_of(name)
-        for name in list(sys.modules)
+        name: spec_of(module)
+        for name, module in list(sys.modules.items())
         if name.partition(".")[0] in tops
     }
 
@@ -62,17 +63,10 @@ def are_current(specs: dict[str, object]) -> bool:
         specs: From `specs_of`. A module that is imported again has a new one.
     """
     return all(
-        _spec_of(name) is spec
+        spec_of(sys.modules.get(name)) is spec
         for name, spec in specs.items()
         if name in sys.modules
     )
-
-
-def _spec_of(name: str) -> object:
-    module = sys.modules.get(name)
-    # A module may import others when it is asked for an attribute.
-    is_module = isinstance(module, types.ModuleType)
-    return vars(module).get("__spec__") if is_module else module
 
 
 def _stamp_on_disk(name: str) -> Stamp:
