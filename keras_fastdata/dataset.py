@@ -132,9 +132,10 @@ class FastPyDataset(_Base):
         max_queue_bytes: The same limit in bytes of shared memory, estimated
             from the largest batch so far. One batch is always allowed.
             `None`: no limit. Applies to worker processes only.
-        seed: Base seed, an integer of at least 0. `None` draws a seed from
-            Python's `random` at first use, so that
-            `keras.utils.set_random_seed` makes runs repeatable.
+        seed: Base seed, an integer of at least 0. With `None`, the seed is
+            drawn at first use from what the program has seeded: `np.random`
+            and NumPy's random generators in the dataset, or else Python's
+            `random`. So `keras.utils.set_random_seed` makes runs repeatable.
         shuffle: `None`: `fit(shuffle=)` decides; elsewhere batches come in
             order. `True` or `False` decides everywhere, also in `predict`.
         start_method: How processes start. `None` or "forkserver": forked

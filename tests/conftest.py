@@ -14,6 +14,7 @@ import itertools
 import mmap
 import multiprocessing.resource_tracker
 import os
+import random
 import shutil
 import signal
 import sys
@@ -203,6 +204,16 @@ def kept_forkserver(_held_forkservers):
                 text.replace("; {function}(", "; import pytest; {function}("),
             )
             held.append(launchers.ForkserverLauncher(None))
+
+
+@pytest.fixture
+def unseeded():
+    """Sets `np.random` and `random` to states that no program has seeded."""
+    bits = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.MT19937())
+    random.seed()
+    yield
+    np.random.set_bit_generator(bits)
 
 
 @pytest.fixture

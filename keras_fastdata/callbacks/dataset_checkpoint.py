@@ -13,6 +13,7 @@ import numpy as np
 from keras_fastdata import _process_role
 from keras_fastdata._dataset_internals import internals_of
 from keras_fastdata._validation import boolean, integer
+from keras_fastdata.building.drawn_seed import is_repeatable
 from keras_fastdata.callbacks.base import Callback, registered
 from keras_fastdata.callbacks.saved_states import (
     Saved,
@@ -245,7 +246,7 @@ class DatasetCheckpoint(Callback):
         if (
             self._adapter.has_hooks
             and internals_of(dataset).settings.seed is None
-            and keras_bridge.get_random_seed() is None
+            and not is_repeatable(dataset)
         ):
             _log.warning(
                 "%s has no `seed`: its epoch hooks run with one that is drawn "

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import random
 import weakref
 
 from keras_fastdata.building import interface
+from keras_fastdata.building.drawn_seed import draw_seed
 from keras_fastdata.building.interface import Dataset
 from keras_fastdata.engine.epoch import Epoch
 from keras_fastdata.engine.schedule import plan_epoch
@@ -42,7 +42,7 @@ class EpochPlanner:
             self.take_shard(dataset)
         seed = self.known_seed
         if seed is None:
-            seed = self._own_seed = random.getrandbits(63)
+            seed = self._own_seed = draw_seed(dataset)
         return seed
 
     @property

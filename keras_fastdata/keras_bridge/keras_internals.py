@@ -40,7 +40,6 @@ _ADAPTER = f"{_ADAPTERS}.py_dataset_adapter:PyDatasetAdapter"
 _GET_TENSOR_SPEC = f"{_ADAPTERS}.data_adapter_utils:get_tensor_spec"
 _ITERATOR = "keras.src.trainers.epoch_iterator:EpochIterator"
 _BACKUP = "keras:callbacks.BackupAndRestore"
-_GET_RANDOM_SEED = "keras.src.utils.rng_utils:get_random_seed"
 
 
 class Feature(enum.Enum):
@@ -74,10 +73,6 @@ class Feature(enum.Enum):
     SYNCHRONIZE = "on JAX, `data_wait` of LoaderHealth is an upper bound"
     FRAMES = "errors show frames of keras_fastdata above those of the user"
     ROWS = "batches whose parts differ in rows fail without their number"
-    SEED = (
-        "DatasetCheckpoint warns of a drawn seed even after "
-        "`keras.utils.set_random_seed`"
-    )
     DIRECT_FEED = "batches reach TensorFlow through `tf.data`, which copies"
 
 
@@ -199,7 +194,6 @@ USES: dict[Feature, tuple[Use, ...]] = {
         _on_jax("keras:Model.fit", mentions="_jax_state"),
         _on_jax("keras:Variable", mentions="_value"),
     ),
-    Feature.SEED: (Use(_GET_RANDOM_SEED, ""),),
 }
 
 
@@ -368,14 +362,6 @@ def calling_iterator() -> KerasIterator:
 def get_tensor_spec(batches: list[Any]) -> Any:
     """Returns the nested `tf.TypeSpec`s that describe the batches."""
     return _find(_GET_TENSOR_SPEC)(batches)
-
-
-def get_random_seed() -> int | None:
-    """Returns the seed of `keras.utils.set_random_seed`; `None` if not set."""
-    if not has(Feature.SEED):
-        return None
-    seed: int | None = _find(_GET_RANDOM_SEED)()
-    return seed
 
 
 def hide_frames(folder: str) -> None:

@@ -1368,14 +1368,13 @@ def test_a_dataset_in_hand_is_trained_on_in_a_second_stage(tmp_path):
 
 @pytest.mark.parametrize("is_set", [False, True])
 def test_who_has_hooks_and_no_seed_is_told_before_it_is_too_late(
-    is_set, tmp_path, caplog, monkeypatch
+    is_set, tmp_path, caplog, unseeded
 ):
-    seed = 1 if is_set else None
-    monkeypatch.setattr(
-        "keras.src.utils.rng_utils.get_random_seed", lambda: seed
-    )
+    model = model_of()
+    np.random.set_bit_generator(np.random.MT19937(1 if is_set else None))
     with Reshuffled() as dataset:
-        fit(dataset, DatasetCheckpoint(tmp_path / "data.json"))
+        saves = DatasetCheckpoint(tmp_path / "data.json")
+        model.fit(dataset, callbacks=[saves], verbose=0)
     assert ("has no `seed`" in caplog.text) == (not is_set)
 
 

@@ -1,0 +1,163 @@
+"""A program that seeds its generators has the same batches in each run."""
+
+from __future__ import annotations
+
+import random
+
+import keras
+import numpy as np
+import pytest
+from samples import OwnRng, Random, Shuffles, equal
+
+from keras_fastdata import GeneratorDataset
+
+pytestmark = pytest.mark.usefixtures("kept_forkserver", "unseeded")
+
+RNG = np.random.default_rng(0)  # a test replaces it
+
+PLACES = [{"workers": 0}, {"workers": 2, "use_multiprocessing": True}]
+
+
+class DrawsOfGlobal(OwnRng):
+    def __getitem__(self, index):
+        return RNG.integers(2**60, size=2)
+
+
+def epochs_of(dataset):
+    with dataset:
+        return [list(dataset) for _ in range(2)]
+
+
+def run(make, **arguments):
+    """Returns what a run of a program has, with the other seeds drawn anew."""
+    random.seed()
+    return epochs_of(make(**arguments))
+
+
+SEEDED = {
+    "a generator": lambda seed: np.random.default_rng(seed),
+    "a generator of old": lambda seed: np.random.RandomState(seed),
+    "a bit generator": lambda seed: np.random.MT19937(seed),
+    "one in a list": lambda seed: [np.random.default_rng([seed, 1])],
+    "one of several": lambda seed: (
+        np.random.default_rng(),
+        np.random.default_rng(seed),
+    ),
+    "one with a spawned seed": lambda seed: np.random.Generator(
+        np.random.Philox(np.random.SeedSequence(seed).spawn(2)[1])
+    ),
+}
+
+
+class HasGenerator(OwnRng):
+    def __init__(self, thing, **kwargs):
+        super().__init__(**kwargs)
+        self.thing = thing
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_who_seeds_np_random_alone_has_the_same_batches_again(place):
+    def seeded(seed):
+        np.random.seed(seed)
+        return run(Random, **place)
+
+    first = seeded(7)
+    assert equal(seeded(7), first)
+    assert not equal(seeded(8), first)
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_a_numpy_generator_with_a_seed_in_the_dataset_decides(name):
+    def seeded(seed):
+        return run(HasGenerator, thing=SEEDED[name](seed), workers=0)
+
+    first = seeded(3)
+    assert equal(seeded(3), first)
+    assert not equal(seeded(4), first)
+
+
+def test_a_numpy_generator_with_a_seed_in_a_global_decides(monkeypatch):
+    def seeded(seed):
+        monkeypatch.setitem(globals(), "RNG", np.random.default_rng(seed))
+        return run(DrawsOfGlobal, workers=0)
+
+    first = seeded(3)
+    assert equal(seeded(3), first)
+    assert not equal(seeded(4), first)
+
+
+def test_np_random_and_the_generators_of_the_dataset_decide_together():
+    def seeded(shared, own):
+        np.random.seed(shared)
+        return run(HasGenerator, thing=np.random.RandomState(own), workers=0)
+
+    first = seeded(1, 1)
+    assert equal(seeded(1, 1), first)
+    assert not equal(seeded(2, 1), first)
+    assert not equal(seeded(1, 2), first)
+
+
+def test_who_seeds_random_alone_has_the_same_batches_again():
+    def seeded(seed):
+        random.seed(seed)
+        return epochs_of(HasGenerator(np.random.default_rng(), workers=0))
+
+    first = seeded(1)
+    assert equal(seeded(1), first)
+    assert not equal(seeded(2), first)
+
+
+def test_who_seeds_nothing_has_other_batches_in_each_run():
+    assert not equal(run(OwnRng, workers=0), run(OwnRng, workers=0))
+
+
+def test_two_datasets_of_a_seeded_program_draw_different_numbers():
+    np.random.seed(1)
+    assert not equal(run(OwnRng, workers=0), run(OwnRng, workers=0))
+
+
+def test_the_generators_of_the_dataset_are_not_advanced():
+    thing = np.random.default_rng(3)
+    with HasGenerator(thing, seed=None) as dataset:
+        _ = dataset.rng
+    assert thing.integers(2**60) == np.random.default_rng(3).integers(2**60)
+
+
+def test_a_generator_in_the_function_of_a_stream_decides():
+    def seeded(seed):
+        rng = np.random.default_rng(seed)
+
+        def numbers():
+            for _ in range(8):
+                yield rng.integers(2**60)
+
+        return run(GeneratorDataset, factory=numbers, batch_size=2)
+
+    first = seeded(3)
+    assert equal(seeded(3), first)
+    assert not equal(seeded(4), first)
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("modern", [False, True])
+def test_fit_repeats_shuffles_as_stock_keras_does(modern, place):
+    def weights():
+        random.seed()
+        if not modern:
+            np.random.seed(3)
+        model = keras.Sequential(
+            [keras.layers.Dense(1, kernel_initializer="ones")]
+        )
+        model.compile("sgd", "mse")
+        with Labelled(modern, **place) as dataset:
+            model.fit(dataset, epochs=3, shuffle=False, verbose=0)
+            return [*model.get_weights(), dataset.order]
+
+    assert equal(weights(), weights())
+
+
+class Labelled(Shuffles):
+    def __getitem__(self, index):
+        x = super().__getitem__(index)
+        return x / 10, x % 2
