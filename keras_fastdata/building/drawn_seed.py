@@ -64,9 +64,9 @@ def _bits_of(generator: Any) -> Any:
     return generator if isinstance(generator, np.random.BitGenerator) else None
 
 
-def _was_seeded(bits: np.random.BitGenerator) -> bool:
+def _was_seeded(bits: Any) -> bool:
     """Returns whether a bit generator was given a seed, of up to 96 bits."""
     # The functions of old, such as `np.random.seed`, leave no sequence.
-    entropy = getattr(bits.seed_seq, "entropy", None)
+    entropy = getattr(getattr(bits, "seed_seq", None), "entropy", None)
     is_drawn = isinstance(entropy, int) and entropy >> _MOST_GIVEN_BITS
     return not is_drawn
