@@ -282,12 +282,10 @@ class OutsideState:
         value = variable.value
         if value is ABSENT or not variable.is_told:
             return Change.IN_MODULES  # workers import the module again
-        is_told = (
-            seen.differs_in_items
-            or can_be_told(value)
-            or is_part_of_told(variable, self.told)
+        is_told_itself = not is_inside(variable) and (
+            seen.differs_in_items or can_be_told(value)
         )
-        if not is_told or is_inside(variable):
+        if not (is_told_itself or is_part_of_told(variable, self.told)):
             self._lost.add(variable)
         # Builds of another dataset in this process may have edited it.
         is_edited = variable.is_edited

@@ -55,6 +55,10 @@ def doubled(x):
     return 2 * x
 
 
+def total(x, sizes, more):
+    return x + sum(sizes) + more
+
+
 _is_ready = False
 _table = None
 

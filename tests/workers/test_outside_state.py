@@ -330,6 +330,23 @@ def test_what_pickle_refuses_in_place_of_a_function_is_said_to_be_lost(
 
 
 @pytest.mark.parametrize("place", PLACES)
+def test_what_a_partial_in_a_list_keeps_may_change_without_a_warning(
+    place, patch, caplog
+):
+    sizes = [1]
+    step = functools.partial(conf.total, sizes=sizes, more=0)
+    patch.setitem(conf.OPTIONS, "sizes", [step])
+    use = lambda _, index: conf.OPTIONS["sizes"][0](index)  # noqa: E731
+    with Holds(0, use, **EVERY_KIND[place]) as dataset:
+        assert [int(batch) for batch in dataset] == [1, 2, 3]
+        sizes.append(10)
+        assert [int(batch) for batch in dataset] == [11, 12, 13]
+        step.keywords["more"] = 100
+        assert [int(batch) for batch in dataset] == [111, 112, 113]
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_a_marker_of_a_module_is_the_same_object_everywhere(place, patch):
     use = lambda held, _: (  # noqa: E731
         held[0] is conf.MISSING and conf.found["value"] is conf.MISSING
