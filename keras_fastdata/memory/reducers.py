@@ -6,6 +6,7 @@
     `np.memmap`, and views of one           mapped again
     memoryviews                             views of an array
     arrays that share memory                views of one array
+    tensors of PyTorch                      over the memory of an array
     h5py files, groups and datasets         opened again
     cached functions of `__main__`          wrapped again, with an empty cache
     weak dicts                              with their items, held weakly
@@ -46,7 +47,12 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata._modules import is_main
-from keras_fastdata.memory import by_name, delegating, rebuilt_classes
+from keras_fastdata.memory import (
+    by_name,
+    delegating,
+    rebuilt_classes,
+    tensors,
+)
 from keras_fastdata.memory.markers import MarkerPlaces, is_marker, marker_at
 from keras_fastdata.memory.shared_arrays import (
     SharedArrays,
@@ -106,10 +112,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.modules, self.arrays = modules, arrays
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is np.ndarray and self.arrays is not None:
-            view = self.arrays.reduce(obj)
-            if view is not None:
-                return view
+        if self.arrays is not None:
+            shared = None
+            if type(obj) is np.ndarray:
+                shared = self.arrays.reduce(obj)
+            elif tensors.is_tensor(obj):
+                shared = tensors.reduce_tensor(obj)
+            if shared is not None:
+                return shared
         if type(obj).__name__ in _GENERATORS and (name := _global_name(obj)):
             return _global_generator, name
         if is_marker(obj) and (place := self._markers.of(obj)):

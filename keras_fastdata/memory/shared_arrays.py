@@ -3,13 +3,17 @@
 A dataset may fill one array, and return others that are views of it. Pickle
 would copy each of them. So an object is pickled a second time if the first time
 has met arrays whose memory overlaps: each of these becomes a view of one array
-of bytes.
+of bytes. The memory may also belong to a tensor of PyTorch (see tensors.py), or
+to a `bytearray`. That is pickled itself, and arrays become views of its copy.
 """
 
 from __future__ import annotations
 
+import array
 import bisect
+import dataclasses
 import operator
+from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,59 +21,77 @@ import numpy.typing as npt
 
 _ALIGNMENT = 64  # bytes
 
+_bounds = np.lib.array_utils.byte_bounds
+
 
 class _Span(NamedTuple):
     """The memory of arrays that overlap."""
 
     low: int  # its address
     high: int  # the address behind its last byte
-    array: npt.NDArray[np.uint8]  # an array over it
+    memory: Any  # an array of bytes over it, or the `bytearray` that has it
+
+
+@dataclasses.dataclass
+class _Block:
+    """A block of memory, with the arrays that lie in it."""
+
+    owner: npt.NDArray[Any]  # an array over all of it
+    views: list[npt.NDArray[Any]] = dataclasses.field(default_factory=list)
 
 
 class SharedArrays:
     """Finds the arrays of one object that share memory, and reduces them."""
 
     def __init__(self) -> None:
+        # They stay alive, so that no two have one address.
         self._seen: list[npt.NDArray[Any]] = []
-        self._spans: dict[int, list[_Span]] = {}  # by the id of the owner
+        self._spans: list[_Span] = []  # in the order of addresses
 
-    def find_spans(self) -> bool:
-        """Returns whether any of the arrays seen so far share memory."""
+    def find_spans(self, memo: Callable[[], Container[int]]) -> bool:
+        """Returns whether any of the arrays seen so far share memory.
+
+        `memo` returns the ids of the objects that were pickled.
+        """
         seen, self._seen = self._seen, []
-        views: dict[int, list[npt.NDArray[Any]]] = {}
-        owners: dict[int, npt.NDArray[Any]] = {}
-        for array in seen:
-            owner = owner_of(array)
-            owners[id(owner)] = owner
-            views.setdefault(id(owner), []).append(array)
-        for key, owner in owners.items():
-            if len(views[key]) > 1 and _has_plain_bytes(owner):
-                self._spans[key] = _overlaps(owner, views[key])
-        return any(self._spans.values())
+        pickled: Container[int] | None = None
+        spans: list[_Span] = []
+        for block in _blocks_of(seen):
+            buffer = _buffer_of(block.owner)
+            if buffer is not None and pickled is None:
+                pickled = memo()
+            if pickled is not None and id(buffer) in pickled:
+                low, high = _bounds(np.frombuffer(buffer, np.uint8))
+                spans.append(_Span(low, high, buffer))
+            elif len(block.views) > 1:
+                spans += _overlaps(block)
+        self._spans = sorted(spans, key=operator.itemgetter(0))
+        return bool(spans)
 
-    def reduce(self, array: npt.NDArray[Any]) -> tuple[Any, ...] | None:
+    def reduce(self, view: npt.NDArray[Any]) -> tuple[Any, ...] | None:
         """Returns the pickle reduction of an array that shares memory.
 
         Returns `None` for other arrays, and before `find_spans`.
         """
         if not self._spans:
-            self._seen.append(array)
+            self._seen.append(view)
             return None
-        spans = self._spans.get(id(owner_of(array)))
-        if not spans or not array.nbytes:
+        if not view.nbytes or view.dtype.hasobject:
             return None
-        low, high = np.lib.array_utils.byte_bounds(array)
-        place = bisect.bisect_right(spans, low, key=operator.itemgetter(0))
-        span = spans[place - 1] if place else spans[0]
-        if array is span.array or low < span.low or high > span.high:
+        low, high = _bounds(view)
+        place = bisect.bisect_right(
+            self._spans, low, key=operator.itemgetter(0)
+        )
+        span = self._spans[max(0, place - 1)]
+        if view is span.memory or low < span.low or high > span.high:
             return None
         return view_again, (
-            span.array,
-            array.__array_interface__["data"][0] - span.low,
-            array.shape,
-            array.dtype,
-            array.strides,
-            array.flags.writeable,
+            span.memory,
+            view.__array_interface__["data"][0] - span.low,
+            view.shape,
+            view.dtype,
+            view.strides,
+            view.flags.writeable,
         )
 
 
@@ -79,6 +101,35 @@ def owner_of(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
     return owner
+
+
+def _blocks_of(seen: list[npt.NDArray[Any]]) -> list[_Block]:
+    """Returns the blocks of memory that can be copied as bytes."""
+    blocks: dict[int, _Block] = {}
+    for view in seen:
+        owner = owner_of(view)
+        blocks.setdefault(id(owner), _Block(owner)).views.append(view)
+    found = [each for each in blocks.values() if _has_plain_bytes(each.owner)]
+    if all(each.owner.base is None for each in found):
+        return found
+    # NumPy does not tell whose the memory is: others may lie in it.
+    places = {id(each): _bounds(each.owner) for each in found}
+    found.sort(key=lambda each: (places[id(each)][0], -places[id(each)][1]))
+    outer: list[_Block] = []
+    for each in found:
+        if outer and places[id(each)][1] <= places[id(outer[-1])][1]:
+            outer[-1].views += each.views
+        else:
+            outer.append(each)
+    return outer
+
+
+def _buffer_of(owner: npt.NDArray[Any]) -> Any:
+    """Returns the `bytearray` or `array.array` that an array is a view of."""
+    base: Any = owner.base
+    if isinstance(base, memoryview):
+        base = base.obj
+    return base if type(base) in (bytearray, array.array) else None
 
 
 def _has_plain_bytes(owner: npt.NDArray[Any]) -> bool:
@@ -92,23 +143,21 @@ def _has_plain_bytes(owner: npt.NDArray[Any]) -> bool:
         and owner.dtype.char != "T"
         and owner.nbytes > 0
         and owner.flags.writeable
-        and (owner.flags.c_contiguous or owner.flags.f_contiguous)
     )
 
 
-def _overlaps(
-    owner: npt.NDArray[Any], views: list[npt.NDArray[Any]]
-) -> list[_Span]:
-    """Returns the parts of an owner's memory that several views use.
+def _overlaps(block: _Block) -> list[_Span]:
+    """Returns the parts of a block that several views use.
 
     Leaves out parts that are far larger than the views together.
     """
-    first, _ = np.lib.array_utils.byte_bounds(owner)
+    owner = block.owner
+    if not (owner.flags.c_contiguous or owner.flags.f_contiguous):
+        return []
+    first, _ = _bounds(owner)
     memory = owner.reshape(-1, order="A").view(np.uint8)
     bounds = sorted(
-        (*np.lib.array_utils.byte_bounds(view), view.nbytes, 1)
-        for view in views
-        if view.nbytes
+        (*_bounds(view), view.nbytes, 1) for view in block.views if view.nbytes
     )
     merged: list[tuple[int, int, int, int]] = []
     for low, high, nbytes, count in bounds:
@@ -126,14 +175,14 @@ def _overlaps(
 
 
 def view_again(
-    raw: npt.NDArray[np.uint8],
+    raw: Any,
     start: int,
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
     strides: tuple[int, ...],
     writeable: bool,
 ) -> npt.NDArray[Any]:
-    """Creates an array over `raw`, from byte `start` on."""
+    """Creates an array over the buffer `raw`, from byte `start` on."""
     array: npt.NDArray[Any] = np.ndarray(shape, dtype, raw, start, strides)
     if not writeable:
         array.flags.writeable = False

@@ -182,13 +182,15 @@ def pickle_in_parts(
     Adds the names of the modules that the pickle refers to to `modules`.
     """
     arrays = SharedArrays()
-    parts = _pickled(obj, modules, arrays)
-    return _pickled(obj, modules, arrays) if arrays.find_spans() else parts
+    parts, pickler = _pickled(obj, modules, arrays)
+    if arrays.find_spans(pickler.memo.copy):
+        parts, _ = _pickled(obj, modules, arrays)
+    return parts
 
 
 def _pickled(
     obj: Any, modules: set[str] | None, arrays: SharedArrays
-) -> tuple[memoryview, list[memoryview]]:
+) -> tuple[tuple[memoryview, list[memoryview]], reducers.Pickler]:
     buffers: list[memoryview] = []
     stream = io.BytesIO()
     pickler = reducers.Pickler(
@@ -196,7 +198,7 @@ def _pickled(
     )
     pickler.observe(modules, arrays)
     pickler.dump(obj)
-    return stream.getbuffer(), buffers
+    return (stream.getbuffer(), buffers), pickler
 
 
 def place_of(buffer: memoryview) -> tuple[int, int]:
