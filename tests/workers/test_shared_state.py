@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import os
 
@@ -263,3 +264,148 @@ def test_arrays_that_share_memory_are_written_again_only_if_they_change(
     whole[450] = 1
     assert renewed(payload, views)
     assert [array.max() for array in latest(payload)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        bytearray,
+        lambda nbytes: array.array("B", bytes(nbytes)),
+        lambda nbytes: memoryview(bytearray(nbytes)),
+        lambda nbytes: memoryview(np.zeros(nbytes, "uint8")),
+    ],
+    ids=["bytearray", "array", "memoryview", "memoryview of an array"],
+)
+def test_an_array_over_another_objects_bytes_still_is(make, payload_of):
+    raw = make(64)
+    rows = np.frombuffer(raw, "int32").reshape(4, 4)
+    found = latest(payload_of([rows, raw, rows[1:]]))
+    found[1][16] = raw[16] = 7
+    assert np.array_equal(found[0], rows)
+    assert np.array_equal(found[2], rows[1:])
+    assert found[0].sum() == 7
+
+
+def test_the_bytes_of_an_array_are_not_sent_without_need(payload_of):
+    rows = np.frombuffer(bytearray(4 * MB), "int32")
+    assert size(payload_of([rows[:100], rows[-100:]])) < MB
+
+
+# -- tensors -------------------------------------------------------------------
+
+
+def parts(torch):
+    whole = torch.zeros(4, 4)
+    return whole[:, :3], whole[:, 1:]
+
+
+def array_of_a_tensor(torch):
+    whole = torch.zeros(4, 4)
+    return whole, whole.numpy()[1:]
+
+
+def arrays_of_a_tensor(torch):
+    whole = torch.zeros(4, 4).numpy()
+    return whole, torch.from_numpy(whole).T.numpy()
+
+
+def tensor_over_an_array(torch):
+    whole = np.zeros((4, 4))
+    return whole, torch.from_numpy(whole)[1:]
+
+
+def weights(torch):
+    layer = torch.nn.Linear(4, 4, bias=False)
+    return layer.weight.detach(), layer
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize(
+    "make",
+    [
+        parts,
+        array_of_a_tensor,
+        arrays_of_a_tensor,
+        tensor_over_an_array,
+        weights,
+    ],
+)
+def test_tensors_and_arrays_that_share_memory_still_do(make, payload_of):
+    torch = pytest.importorskip("torch")
+    first, second = make(torch)
+    copied, other = latest(payload_of([first, second]))
+    first[...] = copied[...] = 5
+    if isinstance(second, torch.nn.Module):
+        second, other = second.weight.detach(), other.weight.detach()
+    assert type(other) is type(second)
+    assert np.array_equal(other, second)
+    assert (np.asarray(other) == 5).any()
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float8_e5m2", "float16", "bool", "complex64"]
+)
+def test_a_tensor_arrives_as_it_was(dtype, payload_of):
+    torch = pytest.importorskip("torch")
+    whole = torch.arange(24.0).reshape(2, 3, 4).to(getattr(torch, dtype))
+    for tensor in (whole, whole.permute(2, 0, 1), whole[:, 1:, ::2]):
+        found = latest(payload_of([tensor]))[0]
+        assert found.dtype is tensor.dtype
+        assert found.shape == tensor.shape
+        same = (found.to(torch.complex64) == tensor.to(torch.complex64)).all()
+        assert bool(same)
+
+
+@pytest.mark.backend
+def test_a_tensor_that_is_more_than_numbers_is_left_to_pytorch(payload_of):
+    torch = pytest.importorskip("torch")
+    learned = torch.ones(3, requires_grad=True)
+    spread = torch.ones(1).expand(10**9)
+    sparse = torch.eye(3).to_sparse()
+    conjugate = torch.ones(2, dtype=torch.complex64).conj()
+    weights = torch.nn.Parameter(learned)
+    given = [learned, spread, sparse, conjugate, weights, torch.empty(0)]
+    found = latest(payload_of(given))
+    assert [type(each) for each in found] == [type(each) for each in given]
+    assert found[0].requires_grad
+    assert found[1].shape == spread.shape
+    assert found[2].is_sparse
+    assert found[3].is_conj()
+    assert found[5].resize_(9).shape == (9,)
+
+
+@pytest.mark.backend
+def test_workers_share_a_tensor_and_do_not_copy_it(payload_of):
+    torch = pytest.importorskip("torch")
+    tensor = torch.ones(MB)
+    payload = payload_of(Holder())
+    before = size(payload)
+    payload.renew(tensor)
+    assert size(payload) - before < 5 * MB
+    assert not renewed(payload, tensor)
+
+
+class Canvas(Numbered):
+    """Fills an array, and returns the tensor that has its memory."""
+
+    def __init__(self, **kwargs):
+        super().__init__(length=4, **kwargs)
+        import torch
+
+        self.canvas = torch.zeros(2, 4)
+        self.pixels = self.canvas.numpy()
+
+    def __getitem__(self, index):
+        self.pixels[...] = index
+        return self.canvas
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_what_a_build_writes_to_an_array_is_in_the_tensor(method):
+    pytest.importorskip("torch")
+    with Canvas(
+        workers=2, use_multiprocessing=True, start_method=method
+    ) as dataset:
+        assert [int(batch[0, 0]) for batch in dataset] == [0, 1, 2, 3]
