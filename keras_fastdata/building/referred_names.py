@@ -93,6 +93,24 @@ def variables_of(dataset: Any) -> list[Variable]:
     return list(search.found())
 
 
+def attributes_changed_by_builds(dataset: Any) -> set[str]:
+    """Returns the attributes that the code of builds assigns or edits.
+
+    A value of which such code changes a part counts as edited.
+    """
+    try:
+        found = variables_of(dataset)
+    except Exception:  # objects of the user's may refuse to be looked into
+        return set()
+    return {
+        str(variable.path[1])
+        for variable in found
+        if (variable.is_assigned or variable.is_edited)
+        and variable.path[:1] == (SELF,)
+        and len(variable.path) > 1
+    }
+
+
 class _FoundVariable(NamedTuple):
     """A variable, and the object that has it."""
 

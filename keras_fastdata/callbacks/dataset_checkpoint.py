@@ -216,6 +216,9 @@ class DatasetCheckpoint(Callback):
     def on_train_end(self, logs: Any = None) -> None:
         is_ours = self._adapter is not None
         self._adapter = self._backup = None
+        if is_ours:
+            # Else the model's next `fit` begins at the epoch of this one.
+            keras_bridge.set_initial_epoch(self.model, None)
         if self.delete_checkpoint and is_ours:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(self.path)

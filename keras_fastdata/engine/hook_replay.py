@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from keras_fastdata.building import build, build_context, interface
-from keras_fastdata.building.interface import Dataset
+from keras_fastdata.building.interface import EPOCH_HOOKS, Dataset
+from keras_fastdata.building.referred_names import attributes_changed_by_builds
 from keras_fastdata.engine import state_dict
 from keras_fastdata.engine.planner import EpochPlanner
 from keras_fastdata.engine.pool_handle import ForkSafeLock
@@ -71,7 +72,7 @@ class HookReplay:
         self._planner = planner
         self._position = position
         self._changes = changes
-        self._attributes = frozenset(vars(dataset))  # which no build has set
+        self._attributes = _attributes_of_hooks(dataset)
         self._ran: list[tuple[str, int]] = []
         # Of a version of the dataset, after that many hooks.
         self._digest: tuple[object, int, str] = None, 0, ""
@@ -189,3 +190,14 @@ class HookReplay:
             found = state_dict.digest(dataset, self._attributes)
             self._digest = version, count, found
         return self._digest[-1]
+
+
+def _attributes_of_hooks(dataset: Dataset) -> Collection[str]:
+    """Returns the attributes that hooks may change, and builds do not.
+
+    To be called before the first build, which may set other attributes.
+    """
+    found = frozenset(vars(dataset))
+    if any(interface.overrides(dataset, name) for name in EPOCH_HOOKS):
+        found -= attributes_changed_by_builds(dataset)
+    return found

@@ -567,8 +567,11 @@ class KerasBackup:
         callback._save_model = save_both
 
 
-def set_initial_epoch(model: Any, epoch: int) -> None:
-    """Sets the epoch at which the current or next `fit` begins."""
+def set_initial_epoch(model: Any, epoch: int | None) -> None:
+    """Sets the epoch at which the current or next `fit` begins.
+
+    `None`: the argument of `fit` decides, as in a new model.
+    """
     model._initial_epoch = epoch
 
 

@@ -25,6 +25,7 @@ from resume_samples import (
     Drawn,
     Ends,
     FailsOnce,
+    Keeping,
     Reshuffled,
     Shrinks,
     Spoiled,
@@ -445,6 +446,28 @@ def test_hooks_that_do_something_else_are_found_out():
         other.load_state_dict(seen.states[9])
 
 
+@pytest.mark.parametrize(
+    "place", [PLACES["inline"], {"workers": 1}, PLACES["2 processes"]], ids=str
+)
+def test_what_builds_change_does_not_keep_a_dataset_from_being_resumed(place):
+    with Keeping(seed=5, **place) as dataset:
+        for _ in loop(dataset):
+            pass
+        batches = iter(dataset)
+        next(batches)
+        state = through_json(dataset.state_dict())
+        rest = [np.array(batch) for batch in batches]
+    with Keeping(seed=5, **place) as other:
+        other.load_state_dict(state)
+        assert np.array_equal([np.array(batch) for batch in other], rest)
+
+
+def loop(dataset):
+    dataset.on_epoch_begin()
+    yield from dataset
+    dataset.on_epoch_end()
+
+
 def test_what_is_assigned_after_a_state_is_in_the_next_state():
     with Reshuffled(seed=5) as dataset:
         seen = Seen(dataset)
@@ -459,6 +482,35 @@ def test_what_is_assigned_after_a_state_is_in_the_next_state():
 
 
 # -- in fit -------------------------------------------------------------------
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("kind", [Drawn, Reshuffled])
+def test_a_second_fit_has_all_epochs_after_the_first_was_resumed(
+    kind, tmp_path
+):
+    class Stops(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                raise KeyboardInterrupt
+
+    def fit(model, name, epochs, *others):
+        callbacks = [
+            keras.callbacks.BackupAndRestore(tmp_path / f"{name}_weights"),
+            DatasetCheckpoint(tmp_path / f"{name}.json"),
+            *others,
+        ]
+        with kind(seed=5) as dataset:
+            done = model.fit(
+                dataset, epochs=epochs, verbose=0, callbacks=callbacks
+            )
+        return done.epoch
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(model_of(), "first", 4, Stops())
+    model = model_of()
+    assert fit(model, "first", 4) == [2, 3]
+    assert fit(model, "second", 3) == [0, 1, 2]
 
 
 @pytest.fixture(scope="session")

@@ -63,6 +63,47 @@ class Reshuffled(Drawn):
         self.notes["epochs"] += 1
 
 
+class Counted:
+    """Counts, and keeps what it has counted."""
+
+    def __init__(self):
+        self.count, self.numbers = 0, []
+
+    def add(self, number):
+        self.count += 1
+        self.numbers.append(number)
+
+
+class Keeping(Drawn):
+    """Shuffles an index, and keeps all kinds of things while it builds."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.order = np.arange(self.length)
+        self.buffer = np.zeros(2)
+        self.count = 0
+        self.cache = {}
+        self.file = None
+        self.counted = Counted()
+
+    def __getitem__(self, index):
+        number = self.order[index]
+        self.buffer[:] = number
+        self.count += 1
+        if number not in self.cache:
+            self.cache[number] = str(number)
+        if self.file is None:
+            self.file = {"open": True}
+        self._count(number)
+        return self.buffer
+
+    def _count(self, number):
+        self.counted.add(number)
+
+    def on_epoch_end(self):
+        np.random.shuffle(self.order)
+
+
 class FailsOnce(Drawn):
     """Raises an error in place of one batch of one epoch."""
 
