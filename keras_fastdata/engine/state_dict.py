@@ -142,12 +142,15 @@ class State:
                 f"The state is of a dataset with seed={self.seed}, and this "
                 f"{dataset} {has}"
             )
-        if hooks != self.hooks[: len(hooks)]:
+        # Keras may end an epoch before the first one, to build the model: the
+        # numbers of the epochs are others then.
+        before = [name for name, _ in self.hooks[: len(hooks)]]
+        if [name for name, _ in hooks] != before:
             raise ValueError(
                 f"The epoch hooks of this {dataset} have run as "
                 f"{_listed(hooks)}; those of the state as "
-                f"{_listed(self.hooks)}. Resume with a new dataset, on the "
-                "same backend of Keras, with the same hooks."
+                f"{_listed(self.hooks)}. Resume with a new dataset and a new "
+                "model, on the same backend of Keras, with the same hooks."
             )
 
     def check_length(self, dataset: str, num_batches: int | None) -> None:

@@ -434,6 +434,33 @@ def test_a_state_can_be_loaded_before_fit_and_hooks_do_what_they_did(kind):
         assert other.state_dict()["epoch"] == 3
 
 
+@pytest.mark.backend
+def test_a_model_that_was_not_built_may_go_on_with_a_new_dataset(tmp_path):
+    class Stops(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                raise KeyboardInterrupt
+
+    def fit(model, *others, **kwargs):
+        saves = DatasetCheckpoint(tmp_path / "data.json")
+        with Reshuffled(seed=5) as dataset:
+            callbacks = [saves, *others]
+            kwargs = {"epochs": 4, "verbose": 0, **kwargs}
+            model.fit(dataset, callbacks=callbacks, **kwargs)
+            return dataset.order.tolist()
+
+    def unbuilt():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    expected = fit(unbuilt())
+    model = unbuilt()
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, Stops())
+    assert fit(model, initial_epoch=2) == expected
+
+
 def test_hooks_that_do_something_else_are_found_out():
     with Reshuffled(seed=5) as dataset:
         seen = Seen(dataset)
