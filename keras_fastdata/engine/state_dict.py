@@ -180,7 +180,11 @@ class State:
                 f"knows of were repeated, but {dataset} is not what it was: "
                 "its attributes differ. Hooks can be repeated if they depend "
                 "on the dataset, on `self.rng`, `np.random` or `random`, and "
-                "on `self.epoch`; and if nobody else assigns attributes."
+                "on `self.epoch`; and if nobody else assigns attributes. "
+                "`__getitem__` may change others than the hooks, such as "
+                "`self.cache[i] = x`. What it passes to a function that "
+                "changes it (`np.add(a, b, out=self.x)`) counts, unless "
+                "processes build."
             )
 
 
