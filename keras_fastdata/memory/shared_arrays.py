@@ -33,7 +33,7 @@ class _Span(NamedTuple):
 
 
 @dataclasses.dataclass
-class _Block:
+class _SharedBlock:
     """A block of memory, with the arrays that lie in it."""
 
     owner: npt.NDArray[Any]  # an array over all of it
@@ -103,19 +103,19 @@ def owner_of(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return owner
 
 
-def _blocks_of(seen: list[npt.NDArray[Any]]) -> list[_Block]:
+def _blocks_of(seen: list[npt.NDArray[Any]]) -> list[_SharedBlock]:
     """Returns the blocks of memory that can be copied as bytes."""
-    blocks: dict[int, _Block] = {}
+    blocks: dict[int, _SharedBlock] = {}
     for view in seen:
         owner = owner_of(view)
-        blocks.setdefault(id(owner), _Block(owner)).views.append(view)
+        blocks.setdefault(id(owner), _SharedBlock(owner)).views.append(view)
     found = [each for each in blocks.values() if _has_plain_bytes(each.owner)]
     if all(each.owner.base is None for each in found):
         return found
     # NumPy does not tell whose the memory is: others may lie in it.
     places = {id(each): _bounds(each.owner) for each in found}
     found.sort(key=lambda each: (places[id(each)][0], -places[id(each)][1]))
-    outer: list[_Block] = []
+    outer: list[_SharedBlock] = []
     for each in found:
         if outer and places[id(each)][1] <= places[id(outer[-1])][1]:
             outer[-1].views += each.views
@@ -146,7 +146,7 @@ def _has_plain_bytes(owner: npt.NDArray[Any]) -> bool:
     )
 
 
-def _overlaps(block: _Block) -> list[_Span]:
+def _overlaps(block: _SharedBlock) -> list[_Span]:
     """Returns the parts of a block that several views use.
 
     Leaves out parts that are far larger than the views together.
