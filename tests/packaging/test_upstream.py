@@ -38,6 +38,7 @@ _TO_DROP = {
     "queue_empty": "a section of docs/upstream.md alone",
     "resume_amid_epoch": "what callbacks/dataset_checkpoint.py does beside "
     "`BackupAndRestore`, in part",
+    "second_fit": "the last step of `fit` in callbacks/dataset_checkpoint.py",
     "steps_per_epoch": "a row of from-sequence.md",
     "tensorflow_error": "keras_bridge/tensorflow_iterator.py, in part",
     "unpicklable_exception": "a section of docs/upstream.md alone",
@@ -62,6 +63,7 @@ _MENDED_BY_THE_CLASS = sorted(
         "generator_warning",
         "lost_ctrl_c",
         "resume_amid_epoch",
+        "second_fit",
     }
 )
 
