@@ -267,7 +267,7 @@ def installed_imports(names: Iterable[str]) -> tuple[str, ...]:
 
 def _is_importable(module: Any, name: str) -> bool:
     """Returns whether another process can import a module from its files."""
-    spec = getattr(module, "__spec__", None)
+    spec = spec_of(module)
     if spec is None or spec.name != name or is_main(name):
         return False
     return bool(spec.has_location or spec.submodule_search_locations)

@@ -19,6 +19,7 @@ from keras_fastdata._modules import (
     instructions,
     names_in,
     nested_code,
+    spec_of,
 )
 from keras_fastdata.building.code_names import Root, changes_of
 from keras_fastdata.building.variables import Path
@@ -105,7 +106,7 @@ _known: dict[str, _ModuleFacts] = {}
 def facts_of(name: str) -> _ModuleFacts:
     """Returns what the code of an imported module says."""
     module = sys.modules.get(name)
-    spec = getattr(module, "__spec__", None)
+    spec = spec_of(module)
     known = _known.get(name)
     if known is not None and known.spec is spec:
         return known

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata._modules import is_main, nested_code
+from keras_fastdata._modules import is_main, nested_code, spec_of
 from keras_fastdata.building.variables import Variable
 from keras_fastdata.engine.module_sources import known_source
 from keras_fastdata.engine.told_forms import ToldForm
@@ -96,7 +96,7 @@ def code_form(variable: Variable, code: types.CodeType) -> SentCode | None:
     from the hook, if they have the hook.
     """
     module = sys.modules.get(variable.module)
-    loader = getattr(getattr(module, "__spec__", None), "loader", None)
+    loader = getattr(spec_of(module), "loader", None)
     if type(loader) is not importlib.machinery.SourceFileLoader:
         return None
     source = known_source(variable.module)
