@@ -113,11 +113,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         if self.arrays is not None:
-            shared = None
-            if type(obj) is np.ndarray:
-                shared = self.arrays.reduce(obj)
-            elif tensors.is_tensor(obj):
-                shared = tensors.reduce_tensor(obj)
+            shared = _reduce_shared(obj, self.arrays)
             if shared is not None:
                 return shared
         if type(obj).__name__ in _GENERATORS and (name := _global_name(obj)):
@@ -360,6 +356,24 @@ def _reduce_callback(callback: Any) -> Any:
 
 
 _WITH_STATE = 3  # parts of a reduction that has a state
+
+
+# -- shared memory -------------------------------------------------------------
+
+
+def _reduce_shared(obj: Any, arrays: SharedArrays) -> tuple[Any, ...] | None:
+    """Returns the pickle reduction of an array or tensor that shares memory."""
+    if type(obj) is np.ndarray:
+        return arrays.reduce(obj)
+    if not tensors.is_tensor(obj):
+        return None
+    array = tensors.array_of(obj)
+    if array is None:
+        return None
+    # What is pickled as an array, is seen again as that.
+    if tensors.is_left_to_pytorch(obj) and arrays.reduce(array) is None:
+        return None
+    return tensors.reduce_tensor(obj, array)
 
 
 # -- memoryviews ---------------------------------------------------------------

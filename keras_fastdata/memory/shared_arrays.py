@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import array
 import bisect
-import dataclasses
+import collections
+import itertools
 import operator
 from collections.abc import Callable, Container
 from typing import Any, NamedTuple
@@ -20,24 +21,21 @@ import numpy as np
 import numpy.typing as npt
 
 _ALIGNMENT = 64  # bytes
+_MOST_COMPARED = 64  # views of one part of the memory
+
+_MOST_WORK = 1000  # of one comparison; after that, they count as sharing
 
 _bounds = np.lib.array_utils.byte_bounds
+_may_share_memory: Any = np.may_share_memory  # its type stub forbids a limit
 
 
 class _Span(NamedTuple):
-    """The memory of arrays that overlap."""
+    """A part of the memory that arrays share."""
 
     low: int  # its address
     high: int  # the address behind its last byte
-    memory: Any  # an array of bytes over it, or the `bytearray` that has it
-
-
-@dataclasses.dataclass
-class _SharedBlock:
-    """A block of memory, with the arrays that lie in it."""
-
-    owner: npt.NDArray[Any]  # an array over all of it
-    views: list[npt.NDArray[Any]] = dataclasses.field(default_factory=list)
+    start: int  # the address of the first byte in `memory`
+    memory: Any  # an array of bytes, or the `bytearray` that has the memory
 
 
 class SharedArrays:
@@ -54,19 +52,23 @@ class SharedArrays:
         `memo` returns the ids of the objects that were pickled.
         """
         seen, self._seen = self._seen, []
-        pickled: Container[int] | None = None
-        spans: list[_Span] = []
-        for block in _blocks_of(seen):
-            buffer = _buffer_of(block.owner)
-            if buffer is not None and pickled is None:
-                pickled = memo()
-            if pickled is not None and id(buffer) in pickled:
-                low, high = _bounds(np.frombuffer(buffer, np.uint8))
-                spans.append(_Span(low, high, buffer))
-            elif len(block.views) > 1:
-                spans += _overlaps(block)
-        self._spans = sorted(spans, key=operator.itemgetter(0))
-        return bool(spans)
+        views = [view for view in seen if _has_plain_bytes(view)]
+        self._spans = _shared_parts(_candidates(views))
+        if buffers := {
+            id(b): b for b in map(_buffer_of, views) if b is not None
+        }:
+            pickled = memo()
+            for key, buffer in buffers.items():
+                if key in pickled:
+                    self._add_buffer(buffer)
+        return bool(self._spans)
+
+    def _add_buffer(self, buffer: Any) -> None:
+        """Has arrays be views of a buffer that is pickled itself."""
+        low, high = _bounds(np.frombuffer(buffer, np.uint8))
+        others = [each for each in self._spans if not low <= each.low < high]
+        span = _Span(low, high, low, buffer)
+        self._spans = sorted([*others, span], key=operator.itemgetter(0))
 
     def reduce(self, view: npt.NDArray[Any]) -> tuple[Any, ...] | None:
         """Returns the pickle reduction of an array that shares memory.
@@ -76,7 +78,7 @@ class SharedArrays:
         if not self._spans:
             self._seen.append(view)
             return None
-        if not view.nbytes or view.dtype.hasobject:
+        if not _has_plain_bytes(view):
             return None
         low, high = _bounds(view)
         place = bisect.bisect_right(
@@ -87,7 +89,7 @@ class SharedArrays:
             return None
         return view_again, (
             span.memory,
-            view.__array_interface__["data"][0] - span.low,
+            view.__array_interface__["data"][0] - span.start,
             view.shape,
             view.dtype,
             view.strides,
@@ -98,80 +100,113 @@ class SharedArrays:
 def owner_of(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Returns the array that an array is a view of, or the array itself."""
     owner = array
-    while isinstance(owner.base, np.ndarray):
-        owner = owner.base
-    return owner
+    while True:
+        base: Any = owner.base
+        if type(base).__name__ == "DummyArray":  # of NumPy's `as_strided`
+            base = base.base
+        if not isinstance(base, np.ndarray):
+            return owner
+        owner = base
 
 
-def _blocks_of(seen: list[npt.NDArray[Any]]) -> list[_SharedBlock]:
-    """Returns the blocks of memory that can be copied as bytes."""
-    blocks: dict[int, _SharedBlock] = {}
-    for view in seen:
-        owner = owner_of(view)
-        blocks.setdefault(id(owner), _SharedBlock(owner)).views.append(view)
-    found = [each for each in blocks.values() if _has_plain_bytes(each.owner)]
-    if all(each.owner.base is None for each in found):
-        return found
-    # NumPy does not tell whose the memory is: others may lie in it.
-    places = {id(each): _bounds(each.owner) for each in found}
-    found.sort(key=lambda each: (places[id(each)][0], -places[id(each)][1]))
-    outer: list[_SharedBlock] = []
-    for each in found:
-        if outer and places[id(each)][1] <= places[id(outer[-1])][1]:
-            outer[-1].views += each.views
-        else:
-            outer.append(each)
-    return outer
-
-
-def _buffer_of(owner: npt.NDArray[Any]) -> Any:
-    """Returns the `bytearray` or `array.array` that an array is a view of."""
-    base: Any = owner.base
-    if isinstance(base, memoryview):
-        base = base.obj
-    return base if type(base) in (bytearray, array.array) else None
-
-
-def _has_plain_bytes(owner: npt.NDArray[Any]) -> bool:
+def _has_plain_bytes(view: npt.NDArray[Any]) -> bool:
     """Returns whether an array's memory can be copied as bytes.
 
     Not that of objects and Python strings; a memory map is mapped again.
     """
     return (
-        type(owner) is np.ndarray
-        and not owner.dtype.hasobject
-        and owner.dtype.char != "T"
-        and owner.nbytes > 0
-        and owner.flags.writeable
+        type(owner_of(view)) is np.ndarray
+        and not view.dtype.hasobject
+        and view.dtype.char != "T"
+        and view.nbytes > 0
     )
 
 
-def _overlaps(block: _SharedBlock) -> list[_Span]:
-    """Returns the parts of a block that several views use.
+def _candidates(views: list[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
+    """Returns the arrays that may share memory with others or with itself."""
+    owners = [owner_of(view) for view in views]
+    if any(owner.base is not None for owner in owners):
+        return views  # NumPy does not tell whose the memory is
+    counts = collections.Counter(map(id, owners))
+    return [
+        view
+        for view, owner in zip(views, owners, strict=True)
+        if counts[id(owner)] > 1 or _overlaps_itself(view)
+    ]
 
-    Leaves out parts that are far larger than the views together.
-    """
-    owner = block.owner
-    if not (owner.flags.c_contiguous or owner.flags.f_contiguous):
-        return []
-    first, _ = _bounds(owner)
-    memory = owner.reshape(-1, order="A").view(np.uint8)
-    bounds = sorted(
-        (*_bounds(view), view.nbytes, 1) for view in block.views if view.nbytes
-    )
-    merged: list[tuple[int, int, int, int]] = []
-    for low, high, nbytes, count in bounds:
-        if merged and low < merged[-1][1]:
-            low, before, used, number = merged.pop()
-            high, nbytes, count = max(high, before), used + nbytes, number + 1
-        merged.append((low, high, nbytes, count))
+
+def _overlaps_itself(view: npt.NDArray[Any]) -> bool:
+    """Returns whether items of an array share memory, as in a broadcast."""
+    if view.flags.c_contiguous or view.flags.f_contiguous:
+        return False
+    low, high = _bounds(view)
+    return view.nbytes > high - low
+
+
+def _buffer_of(view: npt.NDArray[Any]) -> Any:
+    """Returns the `bytearray` or `array.array` that an array is a view of."""
+    base: Any = owner_of(view).base
+    if isinstance(base, memoryview):
+        base = base.obj
+    return base if type(base) in (bytearray, array.array) else None
+
+
+def _shared_parts(views: list[npt.NDArray[Any]]) -> list[_Span]:
+    """Returns the parts of the memory that several views use."""
+    bounds = [_bounds(view) for view in views]
+    order = sorted(range(len(views)), key=bounds.__getitem__)
     spans: list[_Span] = []
-    for low, high, nbytes, count in merged:
-        if count > 1 and high - low <= nbytes:
-            start = max(first, low - low % _ALIGNMENT)
-            raw = memory[start - first : high - first]
-            spans.append(_Span(start, high, raw))
-    return spans
+    group: list[npt.NDArray[Any]] = []
+    low = high = 0
+    for number in order:
+        first, last = bounds[number]
+        if group and first >= high:
+            spans += _span_of(group, low, high)
+            group = []
+        if not group:
+            low = high = first
+        group.append(views[number])
+        high = max(high, last)
+    return [*spans, *(_span_of(group, low, high) if group else ())]
+
+
+def _span_of(views: list[npt.NDArray[Any]], low: int, high: int) -> list[_Span]:
+    """Returns the memory between two addresses, if views share it.
+
+    Columns of a large table may share nothing. They are sent without the rest.
+    """
+    nbytes = sum(view.nbytes for view in views)
+    if len(views) == 1 and nbytes <= high - low:
+        return []
+    if nbytes < high - low and not _share_items(views):
+        return []
+    first = min(_bounds(owner_of(view))[0] for view in views)
+    start = max(first, low - low % _ALIGNMENT)
+    memory = np.asarray(_Memory(start, high - start, views))
+    return [_Span(low, high, start, memory)]
+
+
+def _share_items(views: list[npt.NDArray[Any]]) -> bool:
+    """Returns whether any two of a few views have an item in common."""
+    if len(views) > _MOST_COMPARED:
+        return False
+    return any(
+        _may_share_memory(one, other, max_work=_MOST_WORK)
+        for one, other in itertools.combinations(views, 2)
+    )
+
+
+class _Memory:
+    """Gives NumPy access to memory that views keep alive."""
+
+    def __init__(self, address: int, nbytes: int, views: Any) -> None:
+        self._views = views
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+        }
 
 
 def view_again(

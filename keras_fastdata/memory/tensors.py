@@ -1,7 +1,8 @@
 """Pickles tensors of PyTorch as arrays, which workers share.
 
 PyTorch's own pickle copies a tensor for each worker, and tensors and arrays
-that share memory would share none in the copy.
+that share memory would share none in the copy. Small tensors that share no
+memory are left to it: a program may resize these.
 """
 
 from __future__ import annotations
@@ -12,17 +13,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+_LARGE = 1 << 20  # bytes of a tensor that workers share
+
 
 def is_tensor(obj: Any) -> bool:
     """Returns whether an object is a tensor of PyTorch, of no subclass."""
     return type(obj).__name__ == "Tensor" and type(obj).__module__ == "torch"
 
 
-def reduce_tensor(tensor: Any) -> tuple[Any, ...] | None:
-    """Returns the pickle reduction of a tensor, as an array.
+def is_left_to_pytorch(tensor: Any) -> bool:
+    """Returns whether PyTorch pickles a tensor that shares no memory.
 
-    Returns `None` for a tensor that is more than numbers in the memory of this
-    process, and for an empty one: a program may resize that.
+    It cannot pickle floats of 8 bits.
+    """
+    is_tiny = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
+    return tensor.nbytes < _LARGE and not is_tiny
+
+
+def array_of(tensor: Any) -> npt.NDArray[Any] | None:
+    """Returns an array over the memory of a tensor.
+
+    Its items are integers if NumPy lacks the tensor's dtype. Returns `None` for
+    a tensor that is more than numbers in the memory of this process.
     """
     torch = sys.modules["torch"]
     if (
@@ -36,9 +48,9 @@ def reduce_tensor(tensor: Any) -> tuple[Any, ...] | None:
         or vars(tensor)
     ):
         return None
-    nbytes, storage = tensor.nbytes, tensor.untyped_storage()
+    storage = tensor.untyped_storage()
     dtype = _dtype_of(torch, tensor.dtype)
-    if dtype is None or not 0 < nbytes <= storage.nbytes():
+    if dtype is None or not 0 < tensor.nbytes <= storage.nbytes():
         return None
     memory = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
     array: npt.NDArray[Any] = np.ndarray(
@@ -48,8 +60,14 @@ def reduce_tensor(tensor: Any) -> tuple[Any, ...] | None:
         tensor.storage_offset() * dtype.itemsize,
         tuple(step * dtype.itemsize for step in tensor.stride()),
     )
-    name = str(tensor.dtype).removeprefix("torch.")
-    return _tensor_again, (array, name)
+    return array
+
+
+def reduce_tensor(
+    tensor: Any, array: npt.NDArray[Any]
+) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the pickle reduction of a tensor, as its array."""
+    return _tensor_again, (array, str(tensor.dtype).removeprefix("torch."))
 
 
 def _dtype_of(torch: Any, dtype: Any) -> np.dtype[Any] | None:

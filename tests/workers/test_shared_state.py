@@ -242,7 +242,46 @@ def test_parts_of_an_array_that_do_not_overlap_are_sent_without_the_rest(
 ):
     table = np.zeros((1000, 1000))
     columns = [table[:, 0], table[:, 999]]
-    assert size(payload_of([*columns, table[:2]])) < MB
+    assert size(payload_of([*columns, table[:2, 1:999]])) < MB
+
+
+def test_parts_of_an_array_that_cross_share_what_they_have_in_common(
+    payload_of,
+):
+    table = np.zeros((100, 100))
+    column, row = latest(payload_of([table[:, 3], table[5]]))
+    column[5] = 7
+    assert row[3] == 7
+
+
+def test_parts_that_lie_close_together_each_share_their_memory(payload_of):
+    whole = np.zeros(40, "uint8")
+    views = [whole[:20], whole[18:20], whole[22:30], whole[22:23]]
+    found = latest(payload_of(views))
+    found[1][:] = found[3][:] = 7
+    assert found[0][18:].tolist() == [7, 7]
+    assert found[2][0] == 7
+
+
+@pytest.mark.parametrize(
+    "spread",
+    [
+        lambda whole: np.lib.stride_tricks.sliding_window_view(whole, 1000),
+        lambda whole: np.broadcast_to(whole, (1000, len(whole))),
+        lambda whole: np.lib.stride_tricks.as_strided(whole, (999, 9), (8, 8)),
+    ],
+    ids=["windows", "broadcast", "strided"],
+)
+def test_an_array_whose_items_share_memory_is_sent_without_copies(
+    spread, payload_of
+):
+    whole = np.arange(10_000.0)
+    payload = payload_of({"windows": spread(whole)})
+    assert size(payload) < MB
+    assert np.array_equal(latest(payload)["windows"], spread(whole))
+    both = latest(payload_of([whole, spread(whole)]))
+    both[0][0] = 7
+    assert both[1][0, 0] == 7
 
 
 def test_a_view_that_cannot_be_written_to_stays_so(payload_of):
@@ -314,6 +353,11 @@ def tensor_over_an_array(torch):
     return whole, torch.from_numpy(whole)[1:]
 
 
+def tensors_over_parts_of_an_array(torch):
+    whole = np.zeros((4, 4))
+    return torch.from_numpy(whole[:3]), torch.from_numpy(whole[1:])
+
+
 def weights(torch):
     layer = torch.nn.Linear(4, 4, bias=False)
     return layer.weight.detach(), layer
@@ -327,6 +371,7 @@ def weights(torch):
         array_of_a_tensor,
         arrays_of_a_tensor,
         tensor_over_an_array,
+        tensors_over_parts_of_an_array,
         weights,
     ],
 )
@@ -348,7 +393,8 @@ def test_tensors_and_arrays_that_share_memory_still_do(make, payload_of):
 )
 def test_a_tensor_arrives_as_it_was(dtype, payload_of):
     torch = pytest.importorskip("torch")
-    whole = torch.arange(24.0).reshape(2, 3, 4).to(getattr(torch, dtype))
+    numbers = torch.arange(2_400_000) % 7
+    whole = numbers.reshape(2, 600, 2000).to(getattr(torch, dtype))
     for tensor in (whole, whole.permute(2, 0, 1), whole[:, 1:, ::2]):
         found = latest(payload_of([tensor]))[0]
         assert found.dtype is tensor.dtype
@@ -365,7 +411,7 @@ def test_a_tensor_that_is_more_than_numbers_is_left_to_pytorch(payload_of):
     sparse = torch.eye(3).to_sparse()
     conjugate = torch.ones(2, dtype=torch.complex64).conj()
     weights = torch.nn.Parameter(learned)
-    given = [learned, spread, sparse, conjugate, weights, torch.empty(0)]
+    given = [learned, spread, sparse, conjugate, weights, torch.ones(3)]
     found = latest(payload_of(given))
     assert [type(each) for each in found] == [type(each) for each in given]
     assert found[0].requires_grad
