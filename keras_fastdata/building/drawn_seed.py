@@ -8,7 +8,9 @@ of the dataset, and the seed of the dataset from what the program has seeded.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
+import weakref
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,21 @@ _random: Any = np.random  # its type stubs lack the function used here
 _MOST_GIVEN_BITS = 96
 
 
+@dataclasses.dataclass
+class _FirstDraw:
+    """What a generator gave at first, and to how many datasets."""
+
+    words: list[int]
+    datasets: int = 0
+
+
+# By the lock of a bit generator, which itself cannot be referred to weakly.
+# Builds seed the generator anew, at moments that depend on the workers.
+_first_draws: weakref.WeakKeyDictionary[Any, _FirstDraw] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def draw_seed(dataset: Any) -> int:
     """Draws a seed below 2**63.
 
@@ -29,11 +46,16 @@ def draw_seed(dataset: Any) -> int:
     advanced. If there are none, the seed is drawn from Python's `random`, which
     does not tell whether it was seeded.
     """
-    words = [
-        word
-        for each in _seeded_generators(dataset)
-        for word in each.random_raw(2).tolist()
-    ]
+    words: list[int] = []
+    for bits in _seeded_generators(dataset):
+        if bits is _random.get_bit_generator():
+            words += _words_of(bits)
+            continue
+        if (first := _first_draws.get(bits.lock)) is None:
+            first = _FirstDraw(_words_of(copy.deepcopy(bits)))
+            _first_draws[bits.lock] = first
+        words += [*first.words, first.datasets]
+        first.datasets += 1
     if not words:
         return random.getrandbits(63)
     sequence = np.random.SeedSequence(words)
@@ -45,14 +67,16 @@ def is_repeatable(dataset: Any) -> bool:
     return bool(_seeded_generators(dataset))
 
 
-def _seeded_generators(dataset: Any) -> list[np.random.BitGenerator]:
-    """Returns `np.random`'s, and copies of the dataset's."""
-    shared = _random.get_bit_generator()
-    own = [_bits_of(held.generator.value) for held in Search(dataset).held]
-    return [
-        *([shared] if _was_seeded(shared) else []),
-        *(copy.deepcopy(bits) for bits in own if bits and _was_seeded(bits)),
-    ]
+def _seeded_generators(dataset: Any) -> list[Any]:
+    """Returns the bit generators of `np.random` and of the dataset."""
+    held = [_bits_of(each.generator.value) for each in Search(dataset).held]
+    found = [_random.get_bit_generator(), *held]
+    return [bits for bits in found if bits is not None and _was_seeded(bits)]
+
+
+def _words_of(bits: Any) -> list[int]:
+    words: list[int] = bits.random_raw(2).tolist()
+    return words
 
 
 def _bits_of(generator: Any) -> Any:

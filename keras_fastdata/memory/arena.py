@@ -19,6 +19,7 @@ segment again before its next use.
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import errno
 import gc
@@ -48,7 +49,13 @@ _MAP_FIXED = 0x10  # on Linux; the `mmap` module lacks it
 _CLOCK = struct.Struct("<d")
 _LEAST_SLOTS = 256
 _MOST_SLOTS = 4096  # of 1 GiB each; more do not fit the address space
-_ADDRESS_SPACE = 1 << 42  # 4 TiB of the 128 TiB a process has on x86-64
+# Address space of one segment. A process on x86-64 has 128 TiB in all. Half of
+# them are for segments of up to 4 TiB; the more segments there are, the smaller
+# are further ones, down to 64 GiB.
+_MOST_ADDRESS_SPACE = 1 << 42
+_LEAST_ADDRESS_SPACE = 1 << 36
+_FOR_SEGMENTS = 1 << 46
+_SHARE = 1 / 8  # of what is left of these
 _LEAST_STRIDE = 1 << 24  # 16 MiB; with less address space, mapping fails
 
 USUAL_STRIDE = 1 << 32  # slots are smaller under a limit on address space
@@ -379,9 +386,18 @@ def memfd(name: str) -> int:
         return os.memfd_create(name, os.MFD_CLOEXEC)
 
 
+def _address_space() -> int:
+    """Returns how much address space the next segment should take."""
+    used = 0
+    with contextlib.suppress(OSError), open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * mmap.PAGESIZE
+    share = int(_SHARE * (_FOR_SEGMENTS - used))
+    return min(max(share, _LEAST_ADDRESS_SPACE), _MOST_ADDRESS_SPACE)
+
+
 def _reserve_segment(slots: int) -> Segment:
     """Creates a segment, with smaller slots if system limits require it."""
-    stride = _ADDRESS_SPACE // slots
+    stride = _address_space() // slots
     collected = False
     while True:
         stride -= stride % mmap.PAGESIZE

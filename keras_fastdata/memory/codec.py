@@ -232,8 +232,9 @@ class SlotWriter:
         remedy = "Make smaller batches."
         if stride < USUAL_STRIDE:
             remedy = (
-                "Make smaller batches, or raise the limit on address space "
-                "(`ulimit -v`), which keeps slots this small."
+                "Make smaller batches, close other datasets, or raise the "
+                "limit on address space (`ulimit -v`), which keeps slots this "
+                "small."
             )
         raise LoaderError(
             f"A batch of more than {start + nbytes:,} bytes does not fit a "

@@ -182,7 +182,7 @@ def _span_of(views: list[npt.NDArray[Any]], low: int, high: int) -> list[_Span]:
         return []
     first = min(_bounds(owner_of(view))[0] for view in views)
     start = max(first, low - low % _ALIGNMENT)
-    memory = np.asarray(_Memory(start, high - start, views))
+    memory = np.asarray(_MemoryAccess(start, high - start, views))
     return [_Span(low, high, start, memory)]
 
 
@@ -196,7 +196,7 @@ def _share_items(views: list[npt.NDArray[Any]]) -> bool:
     )
 
 
-class _Memory:
+class _MemoryAccess:
     """Gives NumPy access to memory that views keep alive."""
 
     def __init__(self, address: int, nbytes: int, views: Any) -> None:

@@ -116,6 +116,19 @@ def test_two_datasets_of_a_seeded_program_draw_different_numbers():
     assert not equal(run(OwnRng, workers=0), run(OwnRng, workers=0))
 
 
+@pytest.mark.parametrize(
+    "make", [np.random.default_rng, np.random.RandomState, np.random.Philox]
+)
+def test_two_datasets_with_one_generator_draw_alike_wherever_they_build(make):
+    def both(**place):
+        thing = make(3)
+        return [epochs_of(HasGenerator(thing, **place)) for _ in range(2)]
+
+    inline = both(**PLACES[0])
+    assert equal(both(**PLACES[1]), inline)
+    assert not equal(*inline)
+
+
 def test_the_generators_of_the_dataset_are_not_advanced():
     thing = np.random.default_rng(3)
     with HasGenerator(thing, seed=None) as dataset:

@@ -22,6 +22,7 @@ import weakref
 import numpy as np
 import psutil
 import pytest
+from limit_runs import address_space
 from places import FULL
 from samples import KeepsItsBuffer, Numbered, Sized, numbers
 
@@ -42,6 +43,15 @@ def test_a_list_of_2000_batches_has_every_value_right():
         held = list(dataset)
     assert numbers(held) == list(range(2000))
     assert all((x == number).all() for number, (x, _) in enumerate(held))
+
+
+def test_a_hundred_datasets_leave_address_space_for_the_program():
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            made = arena.Arena(warm_slots=1, hold_limit=16)
+            stack.callback(made.close)
+            assert made.segment.stride >= 1 << 27
+        assert address_space() < (1 << 47) - (1 << 44)
 
 
 def test_batches_outlive_their_loader():
