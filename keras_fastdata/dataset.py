@@ -133,9 +133,9 @@ class FastPyDataset(_Base):
             from the largest batch so far. One batch is always allowed.
             `None`: no limit. Applies to worker processes only.
         seed: Base seed, an integer of at least 0. With `None`, the seed is
-            drawn at first use from what the program has seeded: `np.random`
-            and NumPy's random generators in the dataset, or else Python's
-            `random`. So `keras.utils.set_random_seed` makes runs repeatable.
+            drawn at first use. `keras.utils.set_random_seed` then makes runs
+            repeatable, and so do `np.random.seed` and NumPy's random generators
+            in the dataset that were given a seed.
         shuffle: `None`: `fit(shuffle=)` decides; elsewhere batches come in
             order. `True` or `False` decides everywhere, also in `predict`.
         start_method: How processes start. `None` or "forkserver": forked

@@ -207,9 +207,12 @@ def kept_forkserver(_held_forkservers):
 
 
 @pytest.fixture
-def unseeded():
+def unseeded(monkeypatch):
     """Sets `np.random` and `random` to states that no program has seeded."""
     bits = np.random.get_bit_generator()
+    monkeypatch.setattr(
+        "keras.src.utils.rng_utils.get_random_seed", lambda: None
+    )
     np.random.set_bit_generator(np.random.MT19937())
     random.seed()
     yield

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import random
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,19 +39,31 @@ _first_draws: weakref.WeakKeyDictionary[Any, _FirstDraw] = (
 )
 
 
+_tell_that_random_is_seeded: list[Callable[[], bool]] = []
+
+
+def trust_random_where(is_seeded: Callable[[], bool]) -> None:
+    """Has seeds be drawn from `random` where a function says it is seeded.
+
+    Python's `random` itself does not tell. It is better than `np.random`, which
+    builds in threads may advance at any time.
+    """
+    _tell_that_random_is_seeded[:] = [is_seeded]
+
+
 def draw_seed(dataset: Any) -> int:
     """Draws a seed below 2**63.
 
-    It depends on `np.random` if the program has seeded that, and on NumPy's
-    generators in the dataset that were given a seed. Only `np.random` is
-    advanced. If there are none, the seed is drawn from Python's `random`, which
-    does not tell whether it was seeded.
+    It depends on `random` if that is known to be seeded, or else on `np.random`
+    if the program has seeded that; and on NumPy's generators in the dataset
+    that were given a seed. If there are none, the seed is drawn from `random`.
     """
     words: list[int] = []
-    for bits in _seeded_generators(dataset):
-        if bits is _random.get_bit_generator():
-            words += _words_of(bits)
-            continue
+    if _is_random_seeded():
+        words.append(random.getrandbits(63))
+    elif _was_seeded(shared := _random.get_bit_generator()):
+        words += _words_of(shared)
+    for bits in _seeded_in(dataset):
         if (first := _first_draws.get(bits.lock)) is None:
             first = _FirstDraw(_words_of(copy.deepcopy(bits)))
             _first_draws[bits.lock] = first
@@ -64,14 +77,21 @@ def draw_seed(dataset: Any) -> int:
 
 def is_repeatable(dataset: Any) -> bool:
     """Returns whether other runs of the program seem to draw the same seed."""
-    return bool(_seeded_generators(dataset))
+    return (
+        _is_random_seeded()
+        or _was_seeded(_random.get_bit_generator())
+        or bool(_seeded_in(dataset))
+    )
 
 
-def _seeded_generators(dataset: Any) -> list[Any]:
-    """Returns the bit generators of `np.random` and of the dataset."""
+def _is_random_seeded() -> bool:
+    return any(tells() for tells in _tell_that_random_is_seeded)
+
+
+def _seeded_in(dataset: Any) -> list[Any]:
+    """Returns the bit generators of the dataset that were given a seed."""
     held = [_bits_of(each.generator.value) for each in Search(dataset).held]
-    found = [_random.get_bit_generator(), *held]
-    return [bits for bits in found if bits is not None and _was_seeded(bits)]
+    return [bits for bits in held if bits is not None and _was_seeded(bits)]
 
 
 def _words_of(bits: Any) -> list[int]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import keras
 
+from keras_fastdata.building import drawn_seed
 from keras_fastdata.keras_bridge.adapter import FastPyDatasetAdapter
 from keras_fastdata.keras_bridge.keras_internals import (
     Feature,
@@ -23,6 +24,7 @@ from keras_fastdata.keras_bridge.keras_internals import (
     PyDatasetAdapter,
     callbacks_beside,
     fit_around,
+    get_random_seed,
     has,
     hide_frames,
     is_asked_whether_to_shuffle,
@@ -99,6 +101,7 @@ def register(dataset_class: Any) -> None:
     inline: the properties of the dataset tell Keras that there are no workers.
     """
     warn_of_what_is_off()
+    drawn_seed.trust_random_where(lambda: get_random_seed() is not None)
     if not has(Feature.LOADER):
         dataset_class.workers = dataset_class.workers.getter(lambda _: 0)
         dataset_class.use_multiprocessing = (

@@ -40,6 +40,7 @@ _ADAPTER = f"{_ADAPTERS}.py_dataset_adapter:PyDatasetAdapter"
 _GET_TENSOR_SPEC = f"{_ADAPTERS}.data_adapter_utils:get_tensor_spec"
 _ITERATOR = "keras.src.trainers.epoch_iterator:EpochIterator"
 _BACKUP = "keras:callbacks.BackupAndRestore"
+_GET_RANDOM_SEED = "keras.src.utils.rng_utils:get_random_seed"
 
 
 class Feature(enum.Enum):
@@ -73,6 +74,10 @@ class Feature(enum.Enum):
     SYNCHRONIZE = "on JAX, `data_wait` of LoaderHealth is an upper bound"
     FRAMES = "errors show frames of keras_fastdata above those of the user"
     ROWS = "batches whose parts differ in rows fail without their number"
+    SEED = (
+        "after `keras.utils.set_random_seed`, the seeds of datasets are drawn "
+        "from `np.random`, which worker threads may advance"
+    )
     DIRECT_FEED = "batches reach TensorFlow through `tf.data`, which copies"
 
 
@@ -194,6 +199,7 @@ USES: dict[Feature, tuple[Use, ...]] = {
         _on_jax("keras:Model.fit", mentions="_jax_state"),
         _on_jax("keras:Variable", mentions="_value"),
     ),
+    Feature.SEED: (Use(_GET_RANDOM_SEED, ""),),
 }
 
 
@@ -362,6 +368,14 @@ def calling_iterator() -> KerasIterator:
 def get_tensor_spec(batches: list[Any]) -> Any:
     """Returns the nested `tf.TypeSpec`s that describe the batches."""
     return _find(_GET_TENSOR_SPEC)(batches)
+
+
+def get_random_seed() -> int | None:
+    """Returns the seed of `keras.utils.set_random_seed`; `None` if not set."""
+    if not has(Feature.SEED):
+        return None
+    seed: int | None = _find(_GET_RANDOM_SEED)()
+    return seed
 
 
 def hide_frames(folder: str) -> None:

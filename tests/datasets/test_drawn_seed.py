@@ -107,6 +107,20 @@ def test_who_seeds_random_alone_has_the_same_batches_again():
     assert not equal(seeded(2), first)
 
 
+def test_threads_that_draw_from_np_random_do_not_change_what_keras_seeded(
+    monkeypatch,
+):
+    seed = "keras.src.utils.rng_utils.get_random_seed"
+    monkeypatch.setattr(seed, lambda: 7)
+
+    def seeded(draws):
+        keras.utils.set_random_seed(7)
+        np.random.random(draws)  # as threads of another dataset do
+        return epochs_of(OwnRng(workers=0))
+
+    assert equal(seeded(3), seeded(5))
+
+
 def test_who_seeds_nothing_has_other_batches_in_each_run():
     assert not equal(run(OwnRng, workers=0), run(OwnRng, workers=0))
 

@@ -167,6 +167,10 @@ CHANGES = {
         )
         for name in ("_current_epoch", "_last_batch_seen")
     },
+    "seed": (
+        "SEED",
+        lambda: takes_more("keras.src.utils.rng_utils:get_random_seed"),
+    ),
     # Keras itself could not do without the names.
     "weights": ("SYNCHRONIZE", lambda: is_unlike("SYNCHRONIZE"), "jax"),
     "frames": ("FRAMES", lambda: is_unlike("FRAMES")),
