@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 from keras_fastdata.building import interface
 from keras_fastdata.building.interface import Dataset
+from keras_fastdata.building.referred_names import attributes_changed_by_builds
+from keras_fastdata.engine.autotune import SettingsInEffect
 from keras_fastdata.engine.epoch import Epoch
 from keras_fastdata.engine.hook_replay import Changes, HookReplay
 from keras_fastdata.engine.planner import EpochPlanner
@@ -13,6 +16,8 @@ from keras_fastdata.engine.pool_handle import PoolHandle
 from keras_fastdata.engine.position import Position
 from keras_fastdata.engine.prefetcher import Prefetcher
 from keras_fastdata.engine.state_dict import State
+
+_log = logging.getLogger("keras_fastdata")
 
 
 @dataclasses.dataclass(eq=False)
@@ -25,6 +30,7 @@ class Checkpoint:
     _pool: PoolHandle
     _hooks: HookReplay
     _changes: Changes
+    _in_effect: SettingsInEffect
 
     @property
     def resumes(self) -> bool:
@@ -88,6 +94,8 @@ class Checkpoint:
                 state = self._hooks.restore(dataset, state)
             finally:
                 self._changes.mark()
+            if not self._in_effect.now.kind.has_copies:
+                _warn_of_what_builds_change(dataset, self._pool.name)
             self._pool.run(self._go_to, state, state.seed != known)
 
     def set_epoch(self, dataset: Dataset, epoch: int) -> None:
@@ -114,3 +122,21 @@ class Checkpoint:
         self._prefetcher.unplan(self._pool.workers)
         if is_new_seed:  # workers are made with it
             self._pool.invalidate()
+
+
+def _warn_of_what_builds_change(dataset: Dataset, name: str) -> None:
+    """Warns that states lack what builds have changed on the dataset.
+
+    What is `None` at first, such as a file, is opened by builds.
+    """
+    changed = sorted(attributes_changed_by_builds(dataset))
+    if kept := [
+        each for each in changed if vars(dataset).get(each) is not None
+    ]:
+        _log.warning(
+            "%s is resumed. Its builds change %s, and the saved state does not "
+            "have what they have changed. If batches depend on it, they differ "
+            "from those of a training that was not interrupted.",
+            name,
+            ", ".join(f"`self.{each}`" for each in kept),
+        )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import types
 from collections.abc import Callable, Collection
 from typing import Any
 
+from keras_fastdata._modules import names_in
 from keras_fastdata.building import build, build_context, interface
 from keras_fastdata.building.interface import EPOCH_HOOKS, Dataset
 from keras_fastdata.building.referred_names import attributes_changed_by_builds
@@ -193,11 +196,27 @@ class HookReplay:
 
 
 def _attributes_of_hooks(dataset: Dataset) -> Collection[str]:
-    """Returns the attributes that hooks may change, and builds do not.
+    """Returns the attributes that hooks name, or that no build changes.
 
     To be called before the first build, which may set other attributes.
     """
     found = frozenset(vars(dataset))
     if any(interface.overrides(dataset, name) for name in EPOCH_HOOKS):
-        found -= attributes_changed_by_builds(dataset)
+        found -= attributes_changed_by_builds(dataset) - _named_by_hooks(
+            dataset
+        )
+    return found
+
+
+def _named_by_hooks(dataset: Dataset) -> set[str]:
+    """Returns all names in the code of hooks, and of methods named there."""
+    found: set[str] = set()
+    waiting: list[str] = [*EPOCH_HOOKS]
+    for name in waiting:  # grows
+        method: Any = getattr(type(dataset), name, None)
+        method = inspect.unwrap(method)
+        if isinstance(method, types.FunctionType):
+            named = names_in(method.__code__)
+            waiting += named - found - {*waiting}
+            found |= named
     return found

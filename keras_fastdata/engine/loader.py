@@ -93,6 +93,7 @@ class Loader:
             self._pool,
             self.hooks,
             self.changes,
+            self._in_effect,
         )
         self._fallback = Fallback(
             self._in_effect,

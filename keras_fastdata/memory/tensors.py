@@ -49,10 +49,10 @@ def array_of(tensor: Any) -> npt.NDArray[Any] | None:
     ):
         return None
     storage = tensor.untyped_storage()
-    dtype = _dtype_of(torch, tensor.dtype)
+    dtype = _dtype_of(tensor.dtype)
     if dtype is None or not 0 < tensor.nbytes <= storage.nbytes():
         return None
-    memory = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    memory = _empty(torch.uint8).set_(storage).numpy()
     array: npt.NDArray[Any] = np.ndarray(
         tuple(tensor.shape),
         dtype,
@@ -70,10 +70,15 @@ def reduce_tensor(
     return _tensor_again, (array, str(tensor.dtype).removeprefix("torch."))
 
 
-def _dtype_of(torch: Any, dtype: Any) -> np.dtype[Any] | None:
+def _empty(dtype: Any) -> Any:
+    """Returns an empty tensor on the CPU, whatever the default device is."""
+    return sys.modules["torch"].empty(0, dtype=dtype, device="cpu")
+
+
+def _dtype_of(dtype: Any) -> np.dtype[Any] | None:
     """Returns NumPy's dtype, or that of integers with as many bytes."""
     try:
-        array: npt.NDArray[Any] = torch.empty(0, dtype=dtype).numpy()
+        array: npt.NDArray[Any] = _empty(dtype).numpy()
     except TypeError:
         return _BITS.get(dtype.itemsize) if dtype.is_floating_point else None
     return array.dtype

@@ -26,6 +26,7 @@ from resume_samples import (
     Ends,
     FailsOnce,
     Keeping,
+    Repairing,
     Reshuffled,
     Shrinks,
     Spoiled,
@@ -476,7 +477,9 @@ def test_hooks_that_do_something_else_are_found_out():
 @pytest.mark.parametrize(
     "place", [PLACES["inline"], {"workers": 1}, PLACES["2 processes"]], ids=str
 )
-def test_what_builds_change_does_not_keep_a_dataset_from_being_resumed(place):
+def test_what_builds_change_does_not_keep_a_dataset_from_being_resumed(
+    place, caplog
+):
     with Keeping(seed=5, **place) as dataset:
         for _ in loop(dataset):
             pass
@@ -487,6 +490,18 @@ def test_what_builds_change_does_not_keep_a_dataset_from_being_resumed(place):
     with Keeping(seed=5, **place) as other:
         other.load_state_dict(state)
         assert np.array_equal([np.array(batch) for batch in other], rest)
+    warned = "`self.buffer`, `self.cache`, `self.count`, `self.counted`"
+    is_here = not place.get("use_multiprocessing")
+    assert sum(warned in text for text in caplog.messages) == is_here
+
+
+def test_what_hooks_and_builds_change_is_compared():
+    with Repairing(seed=5, workers=0) as dataset:
+        for _ in loop(dataset):
+            pass
+        state = dataset.state_dict()
+    with pytest.raises(LoaderError, match="Repairing is not what it was"):
+        Repairing(seed=5).load_state_dict(state)
 
 
 def loop(dataset):

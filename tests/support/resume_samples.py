@@ -104,6 +104,25 @@ class Keeping(Drawn):
         np.random.shuffle(self.order)
 
 
+class Repairing(Drawn):
+    """Shuffles an index, and replaces an item of it while it builds."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.order = np.arange(self.length)
+
+    def __getitem__(self, index):
+        if self.order[index] == 5:
+            self.order[index] = 0
+        return self.order[[index]]
+
+    def on_epoch_end(self):
+        self._shuffle()
+
+    def _shuffle(self):
+        np.random.shuffle(self.order)
+
+
 class FailsOnce(Drawn):
     """Raises an error in place of one batch of one epoch."""
 

@@ -432,6 +432,15 @@ def test_workers_share_a_tensor_and_do_not_copy_it(payload_of):
     assert not renewed(payload, tensor)
 
 
+@pytest.mark.backend
+def test_a_tensor_arrives_whatever_the_default_device_is(payload_of):
+    torch = pytest.importorskip("torch")
+    tensor = torch.ones(3, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        payload = payload_of([tensor, tensor[1:]])
+    assert torch.equal(latest(payload)[1], tensor[1:])
+
+
 class Canvas(Numbered):
     """Fills an array, and returns the tensor that has its memory."""
 
