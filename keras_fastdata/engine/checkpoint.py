@@ -10,7 +10,7 @@ from keras_fastdata.building.interface import Dataset
 from keras_fastdata.building.referred_names import attributes_changed_by_builds
 from keras_fastdata.engine.autotune import SettingsInEffect
 from keras_fastdata.engine.epoch import Epoch
-from keras_fastdata.engine.hook_replay import Changes, HookReplay
+from keras_fastdata.engine.hook_replay import HookReplay
 from keras_fastdata.engine.planner import EpochPlanner
 from keras_fastdata.engine.pool_handle import PoolHandle
 from keras_fastdata.engine.position import Position
@@ -29,7 +29,6 @@ class Checkpoint:
     _prefetcher: Prefetcher
     _pool: PoolHandle
     _hooks: HookReplay
-    _changes: Changes
     _in_effect: SettingsInEffect
 
     @property
@@ -90,10 +89,7 @@ class Checkpoint:
             seed = known if given is None and hooks else given
             state.check(self._pool.name, seed, hooks, given is None)
             planner.take_seed(state.seed)
-            try:
-                state = self._hooks.restore(dataset, state)
-            finally:
-                self._changes.mark()
+            state = self._hooks.restore(dataset, state)
             if not self._in_effect.now.kind.has_copies:
                 _warn_of_what_builds_change(dataset, self._pool.name)
             self._pool.run(self._go_to, state, state.seed != known)

@@ -173,6 +173,14 @@ class HookReplay:
             ValueError: The dataset has another length than that of the state.
             LoaderError: The hooks do not do what they did.
         """
+        try:
+            return self._repeat(dataset, state)
+        finally:
+            self._changes.mark()
+
+    def _repeat(
+        self, dataset: Dataset, state: state_dict.State
+    ) -> state_dict.State:
         name = type(dataset).__name__
         for hook, epoch in state.hooks[len(self._ran) :]:
             self._run(dataset, hook, epoch)

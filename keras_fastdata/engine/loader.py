@@ -92,7 +92,6 @@ class Loader:
             self._prefetcher,
             self._pool,
             self.hooks,
-            self.changes,
             self._in_effect,
         )
         self._fallback = Fallback(
