@@ -37,8 +37,6 @@ class _FirstDraw:
 _first_draws: weakref.WeakKeyDictionary[Any, _FirstDraw] = (
     weakref.WeakKeyDictionary()
 )
-
-
 _tell_that_random_is_seeded: list[Callable[[], bool]] = []
 
 
@@ -90,22 +88,13 @@ def _is_random_seeded() -> bool:
 
 def _seeded_in(dataset: Any) -> list[Any]:
     """Returns the bit generators of the dataset that were given a seed."""
-    held = [_bits_of(each.generator.value) for each in Search(dataset).held]
+    held = [each.generator.bits for each in Search(dataset).held]
     return [bits for bits in held if bits is not None and _was_seeded(bits)]
 
 
 def _words_of(bits: Any) -> list[int]:
     words: list[int] = bits.random_raw(2).tolist()
     return words
-
-
-def _bits_of(generator: Any) -> Any:
-    """Returns the bit generator of a NumPy generator; `None` for others."""
-    if isinstance(generator, np.random.RandomState):
-        return generator._bit_generator
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator
-    return generator if isinstance(generator, np.random.BitGenerator) else None
 
 
 def _was_seeded(bits: Any) -> bool:

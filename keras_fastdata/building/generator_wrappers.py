@@ -25,6 +25,11 @@ class GeneratorWrapper:
     def __init__(self, value: Any) -> None:
         self.value = value
 
+    @property
+    def bits(self) -> Any:
+        """NumPy's bit generator; `None` for generators of other kinds."""
+        return None
+
     def reseed(self, stream: np.random.SeedSequence) -> None:
         """Seeds the random generator from the seed sequence `stream`."""
 
@@ -39,24 +44,24 @@ class _NumpyGenerator(GeneratorWrapper):
     """Wraps a `np.random.Generator` or a NumPy bit generator."""
 
     @property
-    def _bits(self) -> Any:
+    def bits(self) -> Any:
         return getattr(self.value, "bit_generator", self.value)
 
     def reseed(self, stream: np.random.SeedSequence) -> None:
-        fresh = type(self._bits)(stream)
+        fresh = type(self.bits)(stream)
         self._set(fresh.state, fresh.seed_seq)
 
     def state(self) -> tuple[bytes, Any, Any]:
-        sequence = self._bits.seed_seq  # used by the generator's `spawn`
+        sequence = self.bits.seed_seq  # used by the generator's `spawn`
         spawned = getattr(sequence, "n_children_spawned", None)
-        return pickle.dumps(self._bits.state), sequence, spawned
+        return pickle.dumps(self.bits.state), sequence, spawned
 
     def restore(self, state: tuple[bytes, Any, Any]) -> None:
         self._set(pickle.loads(state[0]), state[1])
 
     def _set(self, state: Any, sequence: Any) -> None:
         kind: Any = np.random.BitGenerator
-        kind.__setstate__(self._bits, (state, sequence))
+        kind.__setstate__(self.bits, (state, sequence))
 
 
 class _SeedSequence(GeneratorWrapper):
@@ -74,10 +79,13 @@ class _SeedSequence(GeneratorWrapper):
 
 
 class _NumpyRandomState(GeneratorWrapper):
+    @property
+    def bits(self) -> Any:
+        return self.value._bit_generator
+
     def reseed(self, stream: np.random.SeedSequence) -> None:
-        bits = self.value._bit_generator
         # This also forgets a normal number that was drawn in advance.
-        self.value.set_state(type(bits)(stream).state)
+        self.value.set_state(type(self.bits)(stream).state)
 
     def state(self) -> bytes:
         return pickle.dumps(self.value.get_state(legacy=False))

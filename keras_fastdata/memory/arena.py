@@ -55,7 +55,7 @@ _MOST_SLOTS = 4096  # of 1 GiB each; more do not fit the address space
 _MOST_ADDRESS_SPACE = 1 << 42
 _LEAST_ADDRESS_SPACE = 1 << 36
 _FOR_SEGMENTS = 1 << 46
-_SHARE = 1 / 8  # of what is left of these
+_PARTS = 8  # a segment takes one of so many parts of what is left of these
 _LEAST_STRIDE = 1 << 24  # 16 MiB; with less address space, mapping fails
 
 USUAL_STRIDE = 1 << 32  # slots are smaller under a limit on address space
@@ -391,8 +391,8 @@ def _address_space() -> int:
     used = 0
     with contextlib.suppress(OSError), open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * mmap.PAGESIZE
-    share = int(_SHARE * (_FOR_SEGMENTS - used))
-    return min(max(share, _LEAST_ADDRESS_SPACE), _MOST_ADDRESS_SPACE)
+    part = (_FOR_SEGMENTS - used) // _PARTS
+    return min(max(part, _LEAST_ADDRESS_SPACE), _MOST_ADDRESS_SPACE)
 
 
 def _reserve_segment(slots: int) -> Segment:
