@@ -73,11 +73,14 @@ class SharedArrays:
     def reduce(self, view: npt.NDArray[Any]) -> tuple[Any, ...] | None:
         """Returns the pickle reduction of an array that shares memory.
 
-        Returns `None` for other arrays, and before `find_spans`.
+        Returns `None` for other arrays. Before `find_spans`, returns `None`, or
+        an empty reduction for an array that would be copied item by item: that
+        shares memory with itself, so the object is pickled again.
         """
         if not self._spans:
             self._seen.append(view)
-            return None
+            is_spread = _overlaps_itself(view) and _has_plain_bytes(view)
+            return (view_again, ()) if is_spread else None
         if not _has_plain_bytes(view):
             return None
         low, high = _bounds(view)
@@ -178,7 +181,10 @@ def _span_of(views: list[npt.NDArray[Any]], low: int, high: int) -> list[_Span]:
     nbytes = sum(view.nbytes for view in views)
     if len(views) == 1 and nbytes <= high - low:
         return []
-    if nbytes < high - low and not _share_items(views):
+    is_sparse = nbytes < high - low
+    if is_sparse and not (
+        any(map(_overlaps_itself, views)) or _share_items(views)
+    ):
         return []
     first = min(_bounds(owner_of(view))[0] for view in views)
     start = max(first, low - low % _ALIGNMENT)

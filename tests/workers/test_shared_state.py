@@ -330,6 +330,13 @@ def test_the_bytes_of_an_array_are_not_sent_without_need(payload_of):
     assert size(payload_of([rows[:100], rows[-100:]])) < MB
 
 
+def test_an_array_whose_items_share_memory_is_never_copied(payload_of):
+    spread = np.broadcast_to(np.ones(3), (10**12, 3))  # 24 TB, if copied
+    found = latest(payload_of({"spread": spread, "number": 1}))
+    assert found["spread"].shape == spread.shape
+    assert found["spread"][-1].tolist() == [1, 1, 1]
+
+
 # -- tensors -------------------------------------------------------------------
 
 
