@@ -177,27 +177,29 @@ class PoolHandle:
     def ensure(
         self, dataset: Dataset, create: Callable[[], WorkerPool]
     ) -> WorkerPool:
-        """Returns the workers, and creates them if there are none."""
-        if self.workers is None:
+        """Returns the workers, and creates and starts those that lack."""
+        workers = self.workers
+        if workers is None or workers.lacks_workers:
             try:
                 with DeferredSignals():
-                    workers = create()
-                    self._finalizer = weakref.finalize(
-                        dataset,
-                        _dismiss,
-                        workers,
-                        os.getpid(),
-                        self.lock,
-                        self._shutdown,
-                    )
-                    self.workers = workers
+                    workers = self.workers or self._adopt(dataset, create())
+                    workers.start_missing()
             except BaseException:
                 # A signal's error comes when the workers are there: they stay,
                 # or nothing would ever start between frequent signals.
-                if self.workers is not None:
+                workers = self.workers
+                if workers is not None and not workers.has_failed_to_start:
                     self.confirm()
                 raise
-        return self.workers
+        return workers
+
+    def _adopt(self, dataset: Dataset, workers: WorkerPool) -> WorkerPool:
+        """Keeps new workers, until the dataset or Python ends."""
+        self._finalizer = weakref.finalize(
+            dataset, _dismiss, workers, os.getpid(), self.lock, self._shutdown
+        )
+        self.workers = workers
+        return workers
 
     def replace(self) -> None:
         """Ends the workers, and has `run` take the present step again.

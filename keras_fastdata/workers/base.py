@@ -100,8 +100,21 @@ class WorkerPool(Protocol):
     the methods that mean nothing to it.
     """
 
-    # Whether `collect` has raised because workers could not start.
+    # Whether workers could not start, and a method has raised that.
     has_failed_to_start: bool = False
+
+    @property
+    def lacks_workers(self) -> bool:
+        """Whether `start_missing` would start a worker, if it can."""
+        return False
+
+    def start_missing(self) -> None:
+        """Starts the workers that are not there yet, or not any more.
+
+        Those that cannot start yet start at a later call. No signal handler may
+        raise meanwhile: a worker would be lost.
+        """
+        return
 
     def submit(self, request: BatchRequest) -> bool:
         """Accepts a request, or returns False if the pool has no room."""

@@ -161,18 +161,22 @@ class Supervisor(Generic[W]):
             "`batch_timeout` replaces a worker that is stuck.",
         )
 
+    @property
+    def missing(self) -> list[int]:
+        """The indices of the workers that are to be started."""
+        workers, count = self._workers, self._plan.count
+        if len(workers) == count:
+            return []
+        replaces = self.policy.replaces
+        return [n for n in range(count) if n not in workers and replaces(n)]
+
     def start_missing(self) -> None:
-        """Starts missing workers, unless their restarts are used up."""
-        workers = self._workers
-        if len(workers) == self._plan.count:
-            return
-        for index in range(self._plan.count):
-            if index not in workers and self.policy.replaces(index):
-                with DeferredSignals():
-                    worker = self._transport.start(index)
-                    if worker is None:
-                        return
-                    workers[index] = worker
+        """Starts missing workers, unless they cannot start yet."""
+        for index in self.missing:
+            worker = self._transport.start(index)
+            if worker is None:
+                return
+            self._workers[index] = worker
 
     def look(self) -> list[BatchResult]:
         """Kills overdue workers; abandons killed workers that do not end."""
@@ -266,14 +270,22 @@ class SupervisedPool(WorkerPool, Generic[W]):
         self._watchdog = self._supervisor.watchdog
         self._is_paused = self._is_closed = False
 
+    @property
+    def lacks_workers(self) -> bool:
+        return bool(self._supervisor.missing)
+
+    def start_missing(self) -> None:
+        try:
+            self._supervisor.start_missing()
+        except (LoaderError, OSError) as error:
+            self._fail_start(error)
+
     def collect(self) -> Iterable[BatchResult]:
         supervisor = self._supervisor
-        self._start_missing()
         is_due = self._watchdog.begin_look()
         done = self._receive(is_due)
         if is_due:
             done += supervisor.look()
-        self._start_missing()
         if self._policy.is_over:
             last = self._policy.end()
             if last.starting:
@@ -310,13 +322,6 @@ class SupervisedPool(WorkerPool, Generic[W]):
                 self._is_closed = True
                 self._end()
             self._receiver.hand_on()
-
-    def _start_missing(self) -> None:
-        """Starts missing workers; see `Supervisor.start_missing`."""
-        try:
-            self._supervisor.start_missing()
-        except (LoaderError, OSError) as error:
-            self._fail_start(error)
 
     def _fail_start(self, error: BaseException) -> NoReturn:
         """Raises the error that kept workers from starting."""

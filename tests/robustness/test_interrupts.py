@@ -215,6 +215,41 @@ def test_workers_that_a_signal_finds_starting_are_kept(
     assert len(pools) == 1
 
 
+class TimeIsUp(TimeoutError):
+    """An error of an alarm. Python counts it among the errors of the system."""
+
+
+@pytest.mark.parametrize("error", [Late, TimeIsUp])
+def test_a_worker_that_a_signal_finds_starting_is_kept(
+    handlers, monkeypatch, error
+):
+    """Else nothing would ever start between frequent alarms."""
+    start = channel.Channel.start
+
+    def handle(number, frame):
+        raise error(number)
+
+    def interrupted(self, index):
+        started.append(worker := start(self, index))
+        signal.raise_signal(handlers[0])
+        return worker
+
+    started = []
+    signal.signal(handlers[0], handle)
+    monkeypatch.setattr(channel.Channel, "start", interrupted)
+    with Numbered(6, **KINDS["process"]) as dataset:
+        batches, errors, got = iter(dataset), 0, []
+        while errors < 10 and len(got) < 6:
+            try:
+                got += numbers([next(batches)])
+            except error:
+                errors += 1
+        assert got == list(range(6))
+        # Else `workers="auto"` would choose others.
+        assert not loader_of(dataset)._pool.workers.has_failed_to_start
+    assert [worker.index for worker in started] == [0, 1]
+
+
 @pytest.mark.filterwarnings("ignore:`start_method='fork'`")
 def test_a_signal_while_workers_end_for_a_change_leaves_a_usable_dataset(
     handlers, monkeypatch
