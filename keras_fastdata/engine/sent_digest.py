@@ -15,6 +15,7 @@ import enum
 import functools
 import hashlib
 import logging
+import math
 import mmap
 import types
 import zlib
@@ -22,6 +23,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from keras_fastdata._modules import is_users_class
 from keras_fastdata.building.attributes import (
@@ -92,8 +94,8 @@ def checksum_of(values: Any) -> tuple[Any, ...] | None:
     """Returns dtype, shape and a checksum of an array.
 
     The checksum is that of a sample if the array is large. Returns `None` for
-    an array of objects, for a large one that is not in one piece, and for one
-    in a file that is mapped into memory.
+    an array of objects, and for a large one in a file that is mapped into
+    memory.
     """
     if not isinstance(values, np.ndarray):  # a bytearray, or of `array`
         return len(values), zlib.crc32(bytes(values[:_MOST_BYTES]))
@@ -104,14 +106,29 @@ def checksum_of(values: Any) -> tuple[Any, ...] | None:
     if values.dtype.hasobject or is_in_file:
         return None
     values, kind = values.view(np.ndarray), dtype_text(values.dtype)
+    shape = values.shape
     if values.nbytes > _MOST_BYTES:
-        is_mapped = isinstance(owner_of(values).base, mmap.mmap)
-        values = values.T if values.flags.f_contiguous else values
-        if not values.flags.c_contiguous or is_mapped:
+        if isinstance(owner_of(values).base, mmap.mmap):
             return None
+        values = _sample_of(values)
+    return kind, shape, zlib.crc32(values.tobytes())
+
+
+def _sample_of(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Returns items of a large array, at equal distances.
+
+    The distance has no factor in common with the number of items. So the sample
+    has items of each column, and of each colour of an image.
+    """
+    count = min(_MOST_SAMPLED, max(1, _MOST_BYTES // values.itemsize))
+    step = max(1, values.size // count)
+    while math.gcd(step, values.size) > 1:
+        step += 1
+    flat: Any = values.flat
+    if values.flags.c_contiguous:
         flat = values.reshape(-1)
-        values = flat[:: max(1, flat.size // _MOST_SAMPLED)]
-    return kind, values.shape, zlib.crc32(values.tobytes())
+    found: npt.NDArray[Any] = flat[::step]
+    return found
 
 
 def dtype_text(dtype: np.dtype[Any]) -> str:

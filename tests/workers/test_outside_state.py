@@ -23,6 +23,7 @@ import struct
 import sys
 import threading
 import types
+import zlib
 import zoneinfo
 
 import cloudpickle
@@ -1981,6 +1982,52 @@ def test_what_is_sent_depends_on_small_data_and_on_code():
         assert len(known) == count + 2
     thing["large"][1500] = 1
     assert sent_digest.digest_of(dataset) in known
+
+
+def _double(array):
+    array *= 2
+
+
+_LARGE_ARRAYS = {
+    "two of three colours": (
+        lambda: np.ones((1 << 11, 32, 32, 3), "uint8"),
+        lambda array: _double(array[..., 1:]),
+    ),
+    "a column": (
+        lambda: np.ones((1 << 16, 24), "float32"),
+        lambda array: _double(array[:, 7]),
+    ),
+    "images of PyTorch's layout": (
+        lambda: np.ones((50, 3, 64, 64), "float32").transpose(0, 2, 3, 1),
+        _double,
+    ),
+    "every other column": (
+        lambda: np.ones((80_000, 24), "float32")[:, ::2],
+        _double,
+    ),
+    "long texts": (
+        lambda: np.full(30, "a" * 100_000),
+        lambda array: array[::2].fill("b"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "place", [{"workers": 2}, PROCESSES], ids=["thread", "process"]
+)
+@pytest.mark.parametrize("name", _LARGE_ARRAYS)
+def test_an_edit_of_a_part_of_a_large_array_reaches_workers(name, place):
+    make, edit = _LARGE_ARRAYS[name]
+    array = make()
+
+    def use(held, _):
+        return zlib.crc32(held.tobytes())
+
+    with Holds(array, use, **place) as dataset:
+        for _ in range(2):
+            expected = zlib.crc32(array.tobytes())
+            assert [int(batch) for batch in dataset] == [expected] * 3
+            edit(array)
 
 
 @pytest.mark.parametrize("place", ["data", "code"])
