@@ -134,8 +134,8 @@ class FastPyDataset(_Base):
             `None`: no limit. Applies to worker processes only.
         seed: Base seed, an integer of at least 0. With `None`, the seed is
             drawn at first use. `keras.utils.set_random_seed` then makes runs
-            repeatable, and so do `np.random.seed` and NumPy's random generators
-            in the dataset that were given a seed.
+            repeatable, and so does `np.random.seed`. NumPy's random generators
+            in the dataset that were given a seed repeat their numbers anyway.
         shuffle: `None`: `fit(shuffle=)` decides; elsewhere batches come in
             order. `True` or `False` decides everywhere, also in `predict`.
         start_method: How processes start. `None` or "forkserver": forked

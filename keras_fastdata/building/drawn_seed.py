@@ -3,6 +3,8 @@
 A program that seeds its random generators expects the same batches in each run.
 The package gives these generators other seeds. It derives those from the seed
 of the dataset, and the seed of the dataset from what the program has seeded.
+What a generator in the dataset was seeded with counts for such generators only:
+two datasets with `default_rng(3)` still draw different noise from `np.random`.
 """
 
 from __future__ import annotations
@@ -16,12 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from keras_fastdata.building import seeding
+from keras_fastdata.building.generator_wrappers import was_given_seed
 from keras_fastdata.building.held_generators import Search
 
 _random: Any = np.random  # its type stubs lack the function used here
-
-# NumPy itself draws a seed of 128 bits for a generator that is given none.
-_MOST_GIVEN_BITS = 96
 
 
 @dataclasses.dataclass
@@ -50,36 +51,40 @@ def trust_random_where(is_seeded: Callable[[], bool]) -> None:
 
 
 def draw_seed(dataset: Any) -> int:
-    """Draws a seed below 2**63.
+    """Draws the base seed of a dataset.
 
     It depends on `random` if that is known to be seeded, or else on `np.random`
-    if the program has seeded that; and on NumPy's generators in the dataset
-    that were given a seed. If there are none, the seed is drawn from `random`.
+    if the program has seeded that, or else on `random`. It has a second part if
+    the dataset has generators of NumPy that were given a seed: for these, and
+    from these.
     """
     words: list[int] = []
-    if _is_random_seeded():
-        words.append(random.getrandbits(63))
-    elif _was_seeded(shared := _random.get_bit_generator()):
-        words += _words_of(shared)
     for bits in _seeded_in(dataset):
         if (first := _first_draws.get(bits.lock)) is None:
             first = _FirstDraw(_words_of(copy.deepcopy(bits)))
             _first_draws[bits.lock] = first
         words += [*first.words, first.datasets]
         first.datasets += 1
-    if not words:
-        return random.getrandbits(63)
-    sequence = np.random.SeedSequence(words)
-    return int(sequence.generate_state(1, np.uint64)[0] >> 1)
+    own = _draw_own_part()
+    return seeding.joined(own, _mixed(words)) if words else own
 
 
-def is_repeatable(dataset: Any) -> bool:
+def is_repeatable() -> bool:
     """Returns whether other runs of the program seem to draw the same seed."""
-    return (
-        _is_random_seeded()
-        or _was_seeded(_random.get_bit_generator())
-        or bool(_seeded_in(dataset))
-    )
+    return _is_random_seeded() or was_given_seed(_random.get_bit_generator())
+
+
+def _draw_own_part() -> int:
+    shared = _random.get_bit_generator()
+    if not _is_random_seeded() and was_given_seed(shared):
+        return _mixed(_words_of(shared))
+    return random.getrandbits(63)
+
+
+def _mixed(words: list[int]) -> int:
+    """Returns an integer from 1 to 2**63 that depends on all words."""
+    sequence = np.random.SeedSequence(words)
+    return 1 + int(sequence.generate_state(1, np.uint64)[0] >> 1)
 
 
 def _is_random_seeded() -> bool:
@@ -88,18 +93,10 @@ def _is_random_seeded() -> bool:
 
 def _seeded_in(dataset: Any) -> list[Any]:
     """Returns the bit generators of the dataset that were given a seed."""
-    held = [each.generator.bits for each in Search(dataset).held]
-    return [bits for bits in held if bits is not None and _was_seeded(bits)]
+    held = [each.generator for each in Search(dataset).held]
+    return [each.bits for each in held if each.was_given_seed]
 
 
 def _words_of(bits: Any) -> list[int]:
     words: list[int] = bits.random_raw(2).tolist()
     return words
-
-
-def _was_seeded(bits: Any) -> bool:
-    """Returns whether a bit generator was given a seed, of up to 96 bits."""
-    # The functions of old, such as `np.random.seed`, leave no sequence.
-    entropy = getattr(getattr(bits, "seed_seq", None), "entropy", None)
-    is_drawn = isinstance(entropy, int) and entropy >> _MOST_GIVEN_BITS
-    return not is_drawn

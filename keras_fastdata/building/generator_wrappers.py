@@ -18,6 +18,9 @@ from keras_fastdata.building.attributes import is_gone
 
 _log = logging.getLogger("keras_fastdata")
 
+# NumPy itself draws a seed of 128 bits for a generator that is given none.
+_MOST_GIVEN_BITS = 96
+
 
 class GeneratorWrapper:
     """Base class of wrappers that seed a random generator in place."""
@@ -29,6 +32,14 @@ class GeneratorWrapper:
     def bits(self) -> Any:
         """NumPy's bit generator; `None` for generators of other kinds."""
         return None
+
+    @property
+    def was_given_seed(self) -> bool:
+        """Whether NumPy's bit generator was given a seed, of up to 96 bits.
+
+        A reseeded one counts as before: see `seeding.joined`.
+        """
+        return self.bits is not None and was_given_seed(self.bits)
 
     def reseed(self, stream: np.random.SeedSequence) -> None:
         """Seeds the random generator from the seed sequence `stream`."""
@@ -203,6 +214,14 @@ def wrapper_of(value: Any) -> Callable[[Any], GeneratorWrapper] | None:
     if kind is not None and isinstance(value, kind):
         return KerasSeedGenerator
     return None
+
+
+def was_given_seed(bits: Any) -> bool:
+    """Returns whether a bit generator was given a seed, of up to 96 bits."""
+    # The functions of old, such as `np.random.seed`, leave no sequence.
+    entropy = getattr(getattr(bits, "seed_seq", None), "entropy", None)
+    is_drawn = isinstance(entropy, int) and entropy >> _MOST_GIVEN_BITS
+    return not is_drawn
 
 
 def is_global(value: Any) -> bool:

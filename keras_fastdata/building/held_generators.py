@@ -80,6 +80,8 @@ class Held(NamedTuple):
 
     def reseed(self, seed: int, *key: int) -> None:
         """Seeds the random generator for the random stream `key`."""
+        if self.generator.was_given_seed:
+            seed = seeding.given_part(seed) or seed
         self.generator.reseed(seeding.sequence(seed, *key, *self.key))
 
 

@@ -32,6 +32,27 @@ PARTS = 8  # (epoch): `self.epoch_order`
 
 PRIVATE = "_fastdata"  # this package's attribute of a dataset
 
+_OWN_BITS = 64  # of a base seed with two parts
+
+
+def joined(own: int, given: int) -> int:
+    """Returns a base seed with a part for generators that were given a seed.
+
+    So these draw alike where the program gives them the same seed, and all
+    other generators do not.
+    """
+    return given << _OWN_BITS | own
+
+
+def own_part(seed: int) -> int:
+    """Returns the part of a joined seed for generators without a seed."""
+    return seed & ((1 << _OWN_BITS) - 1)
+
+
+def given_part(seed: int) -> int:
+    """Returns the other part of a joined seed; 0 if it has one part."""
+    return seed >> _OWN_BITS
+
 
 def sequence(seed: int, *key: int) -> np.random.SeedSequence:
     """Returns the NumPy seed sequence for a seed and a stream key."""

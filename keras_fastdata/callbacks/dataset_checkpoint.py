@@ -249,7 +249,7 @@ class DatasetCheckpoint(Callback):
         if (
             self._adapter.has_hooks
             and internals_of(dataset).settings.seed is None
-            and not is_repeatable(dataset)
+            and not is_repeatable()
         ):
             _log.warning(
                 "%s has no `seed`: its epoch hooks run with one that is drawn "

@@ -181,7 +181,8 @@ class _Shard:
         self._owner, self._spec = owner, owner.spec
         self._size = owner.spec.batch_size or 1  # items of a batch
         self._index = index
-        self._stream = key, index
+        self._key = key
+        self._stream = seeding.own_part(key), index
         self._round = 0
         self._generator: Iterator[Any] | None = None
         self._position = 0  # batches since the round began
@@ -274,7 +275,7 @@ class _Shard:
         # All parts of an iterable must have the same order, if they shuffle.
         shared = isinstance(factory, Passes)
         for held in self._held:
-            held.reseed(0, *(key[:1] + key[2:] if shared else key))
+            held.reseed(self._key, *key[2 if shared else 1 :])
 
 
 def _checksum(part: Any, before: int) -> int:

@@ -35,6 +35,7 @@ from keras_fastdata._validation import (
     optional_integer,
     unknown_arguments,
 )
+from keras_fastdata.building import seeding
 from keras_fastdata.building.held_generators import seeds_its_own
 from keras_fastdata.building.interface import set_name
 from keras_fastdata.dataset import FastPyDataset
@@ -235,6 +236,9 @@ class GeneratorDataset(FastPyDataset):
         if turns is None or (turns.place != place and plan.restarts):
             rng = answer(self, "rng_for")(GENERATOR_KEY)
             key = int(rng.integers(2**63))
+            if given := seeding.given_part(epoch[0]):
+                stream = seeding.sequence(given, epoch[1])
+                key = seeding.joined(key, int(stream.generate_state(1)[0]))
             turns = _Turns(plan.shards, key, plan.measured, index)
             plan.turns = turns
         turns.place = place

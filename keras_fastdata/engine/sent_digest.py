@@ -23,7 +23,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from keras_fastdata._modules import is_users_class
 from keras_fastdata.building.attributes import (
@@ -98,7 +97,8 @@ def checksum_of(values: Any) -> tuple[Any, ...] | None:
     memory.
     """
     if not isinstance(values, np.ndarray):  # a bytearray, or of `array`
-        return len(values), zlib.crc32(bytes(values[:_MOST_BYTES]))
+        step = _step_through(len(values), getattr(values, "itemsize", 1))
+        return len(values), zlib.crc32(bytes(values[::step]))
     if isinstance(values, np.ma.MaskedArray):
         return checksum_of(values.data), checksum_of(np.asarray(values.mask))
     # What is written to a map of another mode is in the file.
@@ -110,25 +110,24 @@ def checksum_of(values: Any) -> tuple[Any, ...] | None:
     if values.nbytes > _MOST_BYTES:
         if isinstance(owner_of(values).base, mmap.mmap):
             return None
-        values = _sample_of(values)
+        step = _step_through(values.size, values.itemsize)
+        flat = values.reshape(-1) if values.flags.c_contiguous else values.flat
+        values = flat[::step]
     return kind, shape, zlib.crc32(values.tobytes())
 
 
-def _sample_of(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Returns items of a large array, at equal distances.
+def _step_through(count: int, itemsize: int) -> int:
+    """Returns the distance between the items of a sample; 1 if all are read.
 
-    The distance has no factor in common with the number of items. So the sample
-    has items of each column, and of each colour of an image.
+    It has no factor in common with the number of items. So the sample of an
+    array has items of each column, and of each colour of an image.
     """
-    count = min(_MOST_SAMPLED, max(1, _MOST_BYTES // values.itemsize))
-    step = max(1, values.size // count)
-    while math.gcd(step, values.size) > 1:
+    if count * itemsize <= _MOST_BYTES:
+        return 1
+    step = count // min(_MOST_SAMPLED, max(1, _MOST_BYTES // itemsize))
+    while math.gcd(step, count) > 1:
         step += 1
-    flat: Any = values.flat
-    if values.flags.c_contiguous:
-        flat = values.reshape(-1)
-    found: npt.NDArray[Any] = flat[::step]
-    return found
+    return max(1, step)
 
 
 def dtype_text(dtype: np.dtype[Any]) -> str:

@@ -40,7 +40,7 @@ SEEDED = {
     "a bit generator": lambda seed: np.random.MT19937(seed),
     "one in a list": lambda seed: [np.random.default_rng([seed, 1])],
     "one of several": lambda seed: (
-        np.random.default_rng(),
+        np.random.default_rng([3, 4]),
         np.random.default_rng(seed),
     ),
     "one with a spawned seed": lambda seed: np.random.Generator(
@@ -50,9 +50,20 @@ SEEDED = {
 
 
 class HasGenerator(OwnRng):
+    """A batch is what its generators draw."""
+
     def __init__(self, thing, **kwargs):
         super().__init__(**kwargs)
-        self.thing = thing
+        self.things = thing if isinstance(thing, (list, tuple)) else [thing]
+
+    def __getitem__(self, index):
+        return np.concatenate([_drawn_from(thing) for thing in self.things])
+
+
+def _drawn_from(thing):
+    if isinstance(thing, np.random.BitGenerator):
+        thing = np.random.Generator(thing)
+    return thing.random(2)
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
@@ -86,15 +97,60 @@ def test_a_numpy_generator_with_a_seed_in_a_global_decides(monkeypatch):
     assert not equal(seeded(4), first)
 
 
-def test_np_random_and_the_generators_of_the_dataset_decide_together():
+class Noisy(HasGenerator):
+    """A batch is what its generators draw, and what `np.random` draws."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index), np.random.random(2)
+
+
+def parts_of(thing, **place):
+    """Returns the draws of the generators, and those of `np.random`."""
+    epochs = epochs_of(Noisy(thing, **place))
+    return [[batch[n] for e in epochs for batch in e] for n in range(2)]
+
+
+def test_the_seed_of_np_random_does_not_change_the_generators_of_the_dataset():
     def seeded(shared, own):
         np.random.seed(shared)
-        return run(HasGenerator, thing=np.random.RandomState(own), workers=0)
+        return parts_of(np.random.RandomState(own), workers=0)
 
-    first = seeded(1, 1)
-    assert equal(seeded(1, 1), first)
-    assert not equal(seeded(2, 1), first)
-    assert not equal(seeded(1, 2), first)
+    drawn, noise = seeded(1, 1)
+    assert equal(seeded(1, 1), [drawn, noise])
+    again, other_noise = seeded(2, 1)
+    assert equal(again, drawn)
+    assert not equal(other_noise, noise)
+    assert not equal(seeded(1, 2)[0], drawn)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_datasets_with_generators_of_one_seed_share_no_other_draws(place):
+    """Images and masks are drawn alike; members of an ensemble have noise."""
+    make = np.random.default_rng
+    (images, noise), (masks, other) = (
+        parts_of([make(3), make()], **place) for _ in range(2)
+    )
+    assert equal([x[:2] for x in images], [x[:2] for x in masks])
+    assert not any(map(equal, [x[2:] for x in images], [x[2:] for x in masks]))
+    assert not any(map(equal, noise, other))
+
+
+def test_streams_with_generators_of_one_seed_share_no_other_draws():
+    def stream():
+        rng = np.random.default_rng(3)
+
+        def numbers():
+            for _ in range(8):
+                yield rng.random(2), np.random.random(2)
+
+        with GeneratorDataset(numbers, batch_size=2, workers=0) as dataset:
+            return [batch for _ in range(2) for batch in dataset]
+
+    first, second = stream(), stream()
+    assert equal([x for x, _ in first], [x for x, _ in second])
+    assert not any(
+        equal(x, y) for (_, x), (_, y) in zip(first, second, strict=True)
+    )
 
 
 def test_who_seeds_random_alone_has_the_same_batches_again():

@@ -2009,6 +2009,14 @@ _LARGE_ARRAYS = {
         lambda: np.full(30, "a" * 100_000),
         lambda array: array[::2].fill("b"),
     ),
+    "the end of bytes": (
+        lambda: bytearray(1 << 21),
+        lambda array: array.__setitem__(slice(1 << 20, None), b"1" * (1 << 20)),
+    ),
+    "the end of an array of Python": (
+        lambda: array.array("d", [1]) * (1 << 18),
+        lambda array: _double(np.frombuffer(array)[1 << 17 :]),
+    ),
 }
 
 
@@ -2018,16 +2026,16 @@ _LARGE_ARRAYS = {
 @pytest.mark.parametrize("name", _LARGE_ARRAYS)
 def test_an_edit_of_a_part_of_a_large_array_reaches_workers(name, place):
     make, edit = _LARGE_ARRAYS[name]
-    array = make()
+    large = make()
 
     def use(held, _):
-        return zlib.crc32(held.tobytes())
+        return zlib.crc32(bytes(held))
 
-    with Holds(array, use, **place) as dataset:
+    with Holds(large, use, **place) as dataset:
         for _ in range(2):
-            expected = zlib.crc32(array.tobytes())
+            expected = zlib.crc32(bytes(large))
             assert [int(batch) for batch in dataset] == [expected] * 3
-            edit(array)
+            edit(large)
 
 
 @pytest.mark.parametrize("place", ["data", "code"])
