@@ -12,6 +12,7 @@ state of the object is appended, and refers to the arrays that did not change:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import mmap
@@ -48,15 +49,27 @@ class SharedState:
         start: The position of the latest state in the file.
         modules: The modules that the first state refers to.
 
+    Args:
+        obj: The object.
+        pickling: The context in which it is pickled, by code of the user's.
+
     Raises:
         LoaderError: There is not enough memory, or a limit is too low.
         Exception: Whatever pickling raises for an object it cannot pickle.
     """
 
-    def __init__(self, obj: Any) -> None:
+    def __init__(
+        self,
+        obj: Any,
+        pickling: contextlib.AbstractContextManager[
+            None
+        ] = contextlib.nullcontext(),  # noqa: B008
+    ) -> None:
         self.fd, self._end = -1, 0
         self.modules: set[str] = set()
-        self._write(*pickle_in_parts(obj, self.modules))
+        with pickling:
+            parts = pickle_in_parts(obj, self.modules)
+        self._write(*parts)
 
     def renew(self, obj: Any) -> None:
         """Stores the object's state if it has changed."""

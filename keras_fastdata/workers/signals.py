@@ -3,7 +3,8 @@
 An exception between the start of a process and the line that remembers it, a
 KeyboardInterrupt or that of an alarm, would leave a process that nobody ends.
 So the few sections that start and end workers run uninterrupted. They are
-bounded in time, and the signal is acted on at their end.
+bounded in time, and the signal is acted on at their end. The user's code, which
+may be slow or wait for ever, runs there within `Interruptible`.
 
 Only Python's own handlers are exchanged. What the kernel calls stays: handlers
 of C code, as of `faulthandler.register`, run at once, and Python's flags of
@@ -33,13 +34,15 @@ class DeferredSignals:
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
+            _blocks.append(self)
             try:
-                self._replace_handlers()
+                self.replace_handlers()
             except BaseException:  # of a handler that is not replaced yet
-                self._restore()
+                self._end()
                 raise
 
-    def _replace_handlers(self) -> None:
+    def replace_handlers(self) -> None:
+        """Has signals be delayed from now on."""
         for number in signal.valid_signals():
             handler = signal.getsignal(number)
             # One that was not set from Python could not be put back.
@@ -47,7 +50,7 @@ class DeferredSignals:
                 self._previous[number] = handler
                 _set_handler(number, self._catch)
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
         """Restores all handlers, and then handles the delayed signals.
 
         Each of them may raise; the others are restored and called as well.
@@ -64,7 +67,12 @@ class DeferredSignals:
                 handler(number, frame)
         finally:
             if self._previous or self._caught:
-                self._restore()
+                self.restore()
+
+    def _end(self) -> None:
+        if self in _blocks:
+            _blocks.remove(self)
+        self.restore()
 
     def __exit__(
         self,
@@ -72,10 +80,36 @@ class DeferredSignals:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        self._restore()
+        self._end()
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         self._caught[number] = self._previous[number], frame
+
+
+_blocks: list[DeferredSignals] = []  # those that the main thread is in
+
+
+class Interruptible:
+    """Handles signals at once within a `DeferredSignals` block.
+
+    Whatever is within can be broken off at any point.
+    """
+
+    def __enter__(self) -> None:
+        self._blocks = []
+        if threading.current_thread() is threading.main_thread():
+            self._blocks = [*_blocks]
+        for block in reversed(self._blocks):
+            block.restore()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        for block in self._blocks:
+            block.replace_handlers()
 
 
 def _set_handler(number: int, handler: Any) -> None:

@@ -22,7 +22,7 @@ from keras_fastdata.engine.pool_handle import PoolHandle
 from keras_fastdata.engine.position import Position
 from keras_fastdata.engine.results import Results
 from keras_fastdata.workers.process import channel
-from keras_fastdata.workers.signals import DeferredSignals
+from keras_fastdata.workers.signals import DeferredSignals, Interruptible
 
 
 class Late(Exception):
@@ -213,6 +213,65 @@ def test_workers_that_a_signal_finds_starting_are_kept(
             next(batches)
         assert numbers(batches) == list(range(6))
     assert len(pools) == 1
+
+
+class Waits(Numbered):
+    """Gets a signal when it is pickled for the first time."""
+
+    number = None
+    went_on = False
+
+    def __getstate__(self):
+        number, self.number = self.number, None
+        if number is not None:
+            signal.raise_signal(number)
+            self.went_on = True
+        return super().__getstate__()
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "portable"])
+def test_a_signal_ends_the_pickling_of_a_dataset_at_once(handlers, method):
+    """The code of the user's may wait for ever."""
+    kind = {"workers": 1, "use_multiprocessing": True, "start_method": method}
+    with Waits(3, **kind) as dataset:
+        dataset.number = handlers[0]
+        with pytest.raises(Late):
+            list(dataset)
+        assert not dataset.went_on
+        assert signal.getsignal(handlers[0]) is _raise
+        assert numbers(dataset) == list(range(3))
+
+
+def test_what_is_interruptible_gets_the_signals_that_came_before(handlers):
+    steps = []
+
+    def run():
+        with DeferredSignals(), DeferredSignals():
+            signal.raise_signal(handlers[0])
+            steps.append("delayed")
+            with Interruptible():
+                steps.append("went on")
+
+    with pytest.raises(Late):
+        run()
+    assert steps == ["delayed"]
+    assert signal.getsignal(handlers[0]) is _raise
+
+
+def test_signals_are_delayed_again_after_what_is_interruptible(handlers):
+    steps = []
+
+    def run():
+        with DeferredSignals(), DeferredSignals():
+            with Interruptible():
+                pass
+            signal.raise_signal(handlers[0])
+            steps.append("delayed")
+
+    with pytest.raises(Late):
+        run()
+    assert steps == ["delayed"]
+    assert signal.getsignal(handlers[0]) is _raise
 
 
 class TimeIsUp(TimeoutError):

@@ -48,6 +48,7 @@ from keras_fastdata.workers.portable.worker_main import (
     VERSION,
     PipeStart,
 )
+from keras_fastdata.workers.signals import Interruptible
 from keras_fastdata.workers.slot_channel import SlotChannel, SlotWorker
 from keras_fastdata.workers.supervisor import WorkerEnd, WorkerState
 from keras_fastdata.workers.worker_process import Surroundings
@@ -130,7 +131,7 @@ class PipeChannel(SlotChannel[PipeWorker]):
         self._capacity = -(-plan.lookahead // plan.count)
         os_limits.keep_standard_files()
         with contextlib.ExitStack() as undo:
-            self._shared_state = SharedState(make_builder)
+            self._shared_state = SharedState(make_builder, Interruptible())
             undo.callback(self._shared_state.close)
             with os_limits.named("Worker processes could not be started"):
                 self._heartbeats_fd = anonymous_file("keras_fastdata-beats")

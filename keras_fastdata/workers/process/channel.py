@@ -34,6 +34,7 @@ from keras_fastdata.workers.process import (
     sockets,
     worker_main,
 )
+from keras_fastdata.workers.signals import Interruptible
 from keras_fastdata.workers.slot_channel import SlotChannel, SlotWorker
 from keras_fastdata.workers.supervisor import WorkerEnd, WorkerState
 
@@ -91,7 +92,7 @@ class Channel(SlotChannel[ProcessWorker]):
         with contextlib.ExitStack() as undo:
             self._shared_state: SharedState | None = None
             if plan.start_method != "fork":
-                self._shared_state = SharedState(make_builder)
+                self._shared_state = SharedState(make_builder, Interruptible())
                 undo.callback(self._shared_state.close)
             self.arena = Arena(
                 warm_slots=plan.lookahead + plan.count,
