@@ -31,6 +31,7 @@ import trainers
 from places import FULL
 
 from keras_fastdata._extras import import_faster
+from keras_fastdata.building.seeding import loaded_torch
 from keras_fastdata.workers.process import (
     children,
     forkservers,
@@ -208,8 +209,11 @@ def kept_forkserver(_held_forkservers):
 
 @pytest.fixture
 def unseeded(monkeypatch):
-    """Sets `np.random` and `random` to states that no program has seeded."""
-    bits = np.random.get_bit_generator()
+    """Sets the global generators to states that no program has seeded."""
+    bits, torch = np.random.get_bit_generator(), loaded_torch()
+    if torch is not None:
+        state = torch.get_rng_state()
+        torch.seed()
     monkeypatch.setattr(
         "keras.src.utils.rng_utils.get_random_seed", lambda: None
     )
@@ -217,6 +221,8 @@ def unseeded(monkeypatch):
     random.seed()
     yield
     np.random.set_bit_generator(bits)
+    if torch is not None:
+        torch.set_rng_state(state)
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ from keras_fastdata.building.held_generators import Search
 
 _random: Any = np.random  # its type stubs lack the function used here
 
+_LEAST_OF_TORCH = 1 << 32  # of seeds that PyTorch draws, but for 1 in 2**21
+
 
 @dataclasses.dataclass
 class _FirstDraw:
@@ -54,9 +56,9 @@ def draw_seed(dataset: Any) -> int:
     """Draws the base seed of a dataset.
 
     It depends on `random` if that is known to be seeded, or else on `np.random`
-    if the program has seeded that, or else on `random`. It has a second part if
-    the dataset has generators of NumPy that were given a seed: for these, and
-    from these.
+    or torch if the program has seeded one of them, or else on `random`. It has
+    a second part if the dataset has generators of NumPy that were given a seed:
+    for these, and from these.
     """
     words: list[int] = []
     for bits in _seeded_in(dataset):
@@ -71,14 +73,31 @@ def draw_seed(dataset: Any) -> int:
 
 def is_repeatable() -> bool:
     """Returns whether other runs of the program seem to draw the same seed."""
-    return _is_random_seeded() or was_given_seed(_random.get_bit_generator())
+    return (
+        _is_random_seeded()
+        or was_given_seed(_random.get_bit_generator())
+        or _seeded_torch() is not None
+    )
 
 
 def _draw_own_part() -> int:
-    shared = _random.get_bit_generator()
-    if not _is_random_seeded() and was_given_seed(shared):
-        return _mixed(_words_of(shared))
+    if not _is_random_seeded():
+        if was_given_seed(shared := _random.get_bit_generator()):
+            return _mixed(_words_of(shared))
+        if torch := _seeded_torch():
+            words = torch.empty(1, dtype=torch.int64, device="cpu").random_()
+            return _mixed(words.tolist())
     return random.getrandbits(63)
+
+
+def _seeded_torch() -> Any:
+    """Returns the module `torch` if its generator was given a small seed.
+
+    PyTorch itself draws a seed of 53 bits.
+    """
+    torch = seeding.loaded_torch()
+    is_given = torch is not None and torch.initial_seed() < _LEAST_OF_TORCH
+    return torch if is_given else None
 
 
 def _mixed(words: list[int]) -> int:

@@ -181,6 +181,32 @@ def test_who_seeds_nothing_has_other_batches_in_each_run():
     assert not equal(run(OwnRng, workers=0), run(OwnRng, workers=0))
 
 
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.backend
+def test_who_seeds_torch_alone_has_the_same_batches_again(place):
+    torch = pytest.importorskip("torch")
+
+    def seeded(seed):
+        torch.manual_seed(seed)
+        return [run(OwnRng, **place) for _ in range(2)]
+
+    first, second = seeded(7)
+    assert not equal(first, second)
+    assert equal(seeded(7), [first, second])
+    assert not equal(seeded(8)[0], first)
+    torch.seed()
+
+
+@pytest.mark.backend
+def test_who_does_not_seed_torch_has_other_batches_in_each_run():
+    torch = pytest.importorskip("torch")
+    torch.seed()
+    state = torch.get_rng_state()
+    first = run(OwnRng, workers=0)
+    torch.set_rng_state(state)
+    assert not equal(run(OwnRng, workers=0), first)
+
+
 def test_two_datasets_of_a_seeded_program_draw_different_numbers():
     np.random.seed(1)
     assert not equal(run(OwnRng, workers=0), run(OwnRng, workers=0))
