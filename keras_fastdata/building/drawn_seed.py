@@ -19,7 +19,10 @@ from typing import Any
 import numpy as np
 
 from keras_fastdata.building import seeding
-from keras_fastdata.building.generator_wrappers import was_given_seed
+from keras_fastdata.building.generator_wrappers import (
+    GeneratorWrapper,
+    was_given_seed,
+)
 from keras_fastdata.building.held_generators import Search
 
 _random: Any = np.random  # its type stubs lack the function used here
@@ -35,8 +38,8 @@ class _FirstDraw:
     datasets: int = 0
 
 
-# By the lock of a bit generator, which itself cannot be referred to weakly.
-# Builds seed the generator anew, at moments that depend on the workers.
+# By the owner of a generator. Builds seed the generator anew, at moments that
+# depend on the workers.
 _first_draws: weakref.WeakKeyDictionary[Any, _FirstDraw] = (
     weakref.WeakKeyDictionary()
 )
@@ -61,10 +64,10 @@ def draw_seed(dataset: Any) -> int:
     for these, and from these.
     """
     words: list[int] = []
-    for bits in _seeded_in(dataset):
-        if (first := _first_draws.get(bits.lock)) is None:
-            first = _FirstDraw(_words_of(copy.deepcopy(bits)))
-            _first_draws[bits.lock] = first
+    for generator in _seeded_in(dataset):
+        if (first := _first_draws.get(generator.owner)) is None:
+            first = _FirstDraw(_words_of(copy.deepcopy(generator.bits)))
+            _first_draws[generator.owner] = first
         words += [*first.words, first.datasets]
         first.datasets += 1
     own = _draw_own_part()
@@ -110,10 +113,10 @@ def _is_random_seeded() -> bool:
     return any(tells() for tells in _tell_that_random_is_seeded)
 
 
-def _seeded_in(dataset: Any) -> list[Any]:
-    """Returns the bit generators of the dataset that were given a seed."""
+def _seeded_in(dataset: Any) -> list[GeneratorWrapper]:
+    """Returns NumPy's generators in the dataset that were given a seed."""
     held = [each.generator for each in Search(dataset).held]
-    return [each.bits for each in held if each.was_given_seed]
+    return [each for each in held if each.was_given_seed]
 
 
 def _words_of(bits: Any) -> list[int]:

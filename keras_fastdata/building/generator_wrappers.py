@@ -25,6 +25,9 @@ _MOST_GIVEN_BITS = 96
 class GeneratorWrapper:
     """Base class of wrappers that seed a random generator in place."""
 
+    # Whether generators with equal `state()` draw the same numbers.
+    tells_whole_state = False
+
     def __init__(self, value: Any) -> None:
         self.value = value
 
@@ -32,6 +35,11 @@ class GeneratorWrapper:
     def bits(self) -> Any:
         """NumPy's bit generator; `None` for generators of other kinds."""
         return None
+
+    @property
+    def owner(self) -> Any:
+        """What is there as long as the generator, to be referred to weakly."""
+        return self.value
 
     @property
     def was_given_seed(self) -> bool:
@@ -54,9 +62,15 @@ class GeneratorWrapper:
 class _NumpyGenerator(GeneratorWrapper):
     """Wraps a `np.random.Generator` or a NumPy bit generator."""
 
+    tells_whole_state = True
+
     @property
     def bits(self) -> Any:
         return getattr(self.value, "bit_generator", self.value)
+
+    @property
+    def owner(self) -> Any:
+        return self.bits.lock  # itself cannot be referred to weakly
 
     def reseed(self, stream: np.random.SeedSequence) -> None:
         fresh = type(self.bits)(stream)
@@ -90,9 +104,15 @@ class _SeedSequence(GeneratorWrapper):
 
 
 class _NumpyRandomState(GeneratorWrapper):
+    tells_whole_state = True
+
     @property
     def bits(self) -> Any:
         return self.value._bit_generator
+
+    @property
+    def owner(self) -> Any:
+        return self.bits.lock
 
     def reseed(self, stream: np.random.SeedSequence) -> None:
         # This also forgets a normal number that was drawn in advance.
@@ -106,6 +126,8 @@ class _NumpyRandomState(GeneratorWrapper):
 
 
 class _PythonRandom(GeneratorWrapper):
+    tells_whole_state = True
+
     def reseed(self, stream: np.random.SeedSequence) -> None:
         words = stream.generate_state(4).tobytes()
         self.value.seed(int.from_bytes(words, "little"))
@@ -118,6 +140,8 @@ class _PythonRandom(GeneratorWrapper):
 
 
 class _TorchGenerator(GeneratorWrapper):
+    tells_whole_state = True
+
     def reseed(self, stream: np.random.SeedSequence) -> None:
         self.value.manual_seed(int(stream.generate_state(1, np.uint64)[0] >> 1))
 

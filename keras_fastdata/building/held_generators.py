@@ -2,7 +2,8 @@
 
 A generator's stream depends on its path from the dataset, and not on the
 number of generators: one that exists in a single process does not change the
-draws of others.
+draws of others. Generators to which the program gave the same seed, as for
+images and their masks, have the stream of the first of them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import hashlib
 import itertools
 import types
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -62,6 +64,16 @@ class _Content(Mapping[str, Any]):
         return 1
 
 
+# By path: the states in which generators were first found.
+States = Mapping[str, bytes]
+
+# The state in which a generator was first found, by its owner. Builds and hooks
+# seed the generator anew, at moments that depend on the workers.
+_first_states: weakref.WeakKeyDictionary[Any, bytes] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 class Held(NamedTuple):
     """A random generator that a dataset refers to."""
 
@@ -90,9 +102,22 @@ class Search:
 
     It refers to parts of the dataset, which may refer to the dataset: whatever
     outlives a dataset must not keep its `Search`.
+
+    Args:
+        dataset: The dataset.
+        states: The first states of generators in the training process. With
+            `None`, this is that process.
+        is_first: Whether builds cannot have drawn from generators that were not
+            found before.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        states: States | None = None,
+        *,
+        is_first: bool = True,
+    ) -> None:
         self.held: list[Held] = []
         attributes = attributes_of(dataset)
         self._count = len(attributes)
@@ -134,6 +159,26 @@ class Search:
                 wrapper_of(part) for _, part in parts
             ):
                 self._add(step, HasSeedMethod(step.value, name))
+        self.states = {**(states or {})}
+        if is_first:
+            self._note_first_states()
+        self._join_those_alike()
+
+    def _note_first_states(self) -> None:
+        for path, _, _, generator in self.held:
+            state = self.states.get(path) or _first_state_of(generator)
+            self.states[path] = state
+
+    def _join_those_alike(self) -> None:
+        """Gives generators that were first in one state the same stream."""
+        first: dict[bytes, Held] = {}
+        for held in sorted(self.held, key=lambda held: held.path):
+            if state := self.states.get(held.path):
+                first.setdefault(state, held)
+        for place, held in enumerate(self.held):
+            other = first.get(self.states.get(held.path, b""), held)
+            if other.path != held.path:
+                self.held[place] = held._replace(key=other.key)
 
     def fits(self, dataset: Any) -> bool:
         """Returns whether the search result seems valid for `dataset`."""
@@ -189,6 +234,21 @@ class Search:
         self.held.append(Held(path, key, is_outside, generator))
         if not step.is_outside:
             self._roots[way[-1].name.removeprefix(".")] = way[-1].value
+
+
+def _first_state_of(generator: GeneratorWrapper) -> bytes:
+    """Returns a digest of a generator's first state; empty if it has none."""
+    if not generator.tells_whole_state:
+        return b""
+    try:
+        state = _first_states.get(generator.owner, b"")
+        if not state:
+            text = repr((type(generator.value), generator.state()))
+            state = hashlib.blake2b(text.encode(), digest_size=16).digest()
+            _first_states[generator.owner] = state
+    except TypeError:  # a subclass with slots
+        return b""
+    return state
 
 
 @functools.singledispatch

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_fastdata.building import build, interface
+from keras_fastdata.building.held_generators import Search, States
 from keras_fastdata.building.interface import Dataset
 from keras_fastdata.building.script_names import show_script
 from keras_fastdata.engine import pickling_errors
@@ -270,23 +271,26 @@ class _BuilderMaker:
     _outside: OutsideState
 
     def __call__(self) -> build.Builder:
-        dataset = alive(self._dataset)
-        return build.builder_in_worker(dataset, self._seed, self._cached)
+        return build.builder_in_worker(*self._arguments)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         # What it is told comes first: the dataset may need it to be loaded.
-        arguments = alive(self._dataset), self._seed, self._cached
-        return _maker_in_worker, (self._outside.told, *arguments)
+        return _maker_in_worker, (self._outside.told, *self._arguments)
+
+    @property
+    def _arguments(self) -> tuple[Dataset, int, bool, States]:
+        dataset = alive(self._dataset)
+        return dataset, self._seed, self._cached, Search(dataset).states
 
 
 def _maker_in_worker(
-    _: Told, dataset: Dataset, seed: int, cached: bool
+    _: Told, dataset: Dataset, seed: int, cached: bool, states: States
 ) -> Callable[[], build.Builder]:
     """Returns what a pickled `_BuilderMaker` becomes in a worker."""
     finish()
     show_script(dataset)
     return functools.partial(
-        build.builder_in_worker, dataset, seed, cached, check_results
+        build.builder_in_worker, dataset, seed, cached, states, check_results
     )
 
 

@@ -354,9 +354,9 @@ def test_a_container_that_grows_is_searched_only_for_a_generator(monkeypatch):
     searched = []
 
     class Counts(Search):
-        def __init__(self, dataset):
+        def __init__(self, dataset, *states, **how):
             searched.append(dataset)
-            super().__init__(dataset)
+            super().__init__(dataset, *states, **how)
 
     def remembers(memory, index):
         item = np.random.default_rng(0) if index == 3 else index
@@ -420,9 +420,9 @@ def test_a_build_looks_for_generators_once_where_there_are_none(monkeypatch):
     searched = []
 
     class Counts(Search):
-        def __init__(self, dataset):
+        def __init__(self, dataset, *states, **how):
             searched.append(dataset)
-            super().__init__(dataset)
+            super().__init__(dataset, *states, **how)
 
     monkeypatch.setattr(build.held_generators, "Search", Counts)
     dataset = Holds([1], lambda thing, _: len(thing))
@@ -699,3 +699,74 @@ def test_a_cache_refuses_draws_from_one_of_two_generators_with_one_name(drawn):
         pytest.raises(LoaderError, match="it used the generator"),
     ):
         list(dataset)
+
+
+def _drawn_from(thing):
+    if isinstance(thing, np.random.BitGenerator):
+        thing = np.random.Generator(thing)
+    return thing.random()
+
+
+class Pair(FastPyDataset):
+    """Two generators of one seed draw for images and masks, a third for more.
+
+    A build makes two more, and a worker's start makes one.
+    """
+
+    made = ()
+    late = None
+
+    def __init__(self, make, **kwargs):
+        super().__init__(**kwargs)
+        self.make = make
+        self.images, self.masks, self.other = make(3), [make(3)], make(4)
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if not self.made:
+            self.made = self.make(5), self.make(5)
+        several = self.images, *self.masks, self.late, self.other, *self.made
+        return np.array([_drawn_from(each) for each in several])
+
+    def on_worker_start(self):
+        self.late = self.make(3)
+
+    def on_epoch_end(self):
+        _drawn_from(self.images)
+
+
+_MAKERS = {
+    "default_rng": np.random.default_rng,
+    "RandomState": np.random.RandomState,
+    "Philox": np.random.Philox,
+    "Random": random.Random,
+}
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("name", _MAKERS)
+def test_generators_of_one_seed_draw_alike_in_workers_of_every_kind(name, seed):
+    inline = []
+    kinds = ["forkserver"] if seed is None else ["forkserver", "fork"]
+    for kind in [None, *kinds]:
+        place = {"workers": 0}
+        if kind:
+            place = {
+                "workers": 2,
+                "use_multiprocessing": True,
+                "start_method": kind,
+            }
+        random.seed(3)
+        with Pair(_MAKERS[name], seed=seed, **place) as dataset:
+            epochs = []
+            for _ in range(3):
+                epochs += dataset
+                dataset.on_epoch_end()
+        drawn = np.array(epochs)
+        assert np.array_equal(drawn[:, 0], drawn[:, 1])
+        assert np.array_equal(drawn[:, 0], drawn[:, 2])
+        assert len(set(drawn[:, [0, 3, 4, 5]].ravel().tolist())) == 12 * 4
+        inline = drawn if not kind else inline
+        assert np.array_equal(drawn, inline)

@@ -9,20 +9,20 @@ import numpy as np
 
 from keras_fastdata import FastPyDataset
 
-RNG = np.random.default_rng(0)
+RNG = np.random.default_rng(100)
 
 
 @functools.lru_cache
 def kept():
     """Returns a generator that is made at the first call."""
-    return np.random.default_rng(0)
+    return np.random.default_rng(101)
 
 
 class Slots:
     __slots__ = ("rng",)
 
     def __init__(self):
-        self.rng = np.random.default_rng(0)
+        self.rng = np.random.default_rng(102)
 
 
 class Seedable:
@@ -44,7 +44,7 @@ class OwnKind(random.Random):
 
     def __init__(self):
         super().__init__(0)
-        self.source = np.random.default_rng(0)
+        self.source = np.random.default_rng(103)
 
     def draw(self):
         return self.source.integers(2**60)
@@ -82,24 +82,24 @@ class Lazily:
 
     def draw(self):
         if self.rng is None:
-            self.rng = np.random.default_rng(0)
+            self.rng = np.random.default_rng(104)
             self.rng.integers(9)
         return self.rng.integers(2**60)
 
 
 class Aug:
-    shared = np.random.RandomState(0)  # of the class
+    shared = np.random.RandomState(105)  # of the class
 
     def draw(self):
         return self.shared.randint(2**60)
 
 
 def _closure():
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(106)
     return lambda: rng.integers(2**60)
 
 
-def _with_default(rng=np.random.default_rng(0)):  # noqa: B008
+def _with_default(rng=np.random.default_rng(107)):  # noqa: B008
     return rng.integers(2**60)
 
 
@@ -110,25 +110,25 @@ def of_the_module():
 class Everywhere(FastPyDataset):
     """Draws from generators in all places, one number each."""
 
-    tool = np.random.default_rng(0)
+    tool = np.random.default_rng(108)
 
     def __init__(self, length=6, **kwargs):
         super().__init__(**kwargs)
         self.length = length
-        deep = {"a": [{"b": ({"c": [[np.random.RandomState(0)]]},)}]}
+        deep = {"a": [{"b": ({"c": [[np.random.RandomState(109)]]},)}]}
         self.deep = [deep]
         self.slots = Slots()
-        self.bits = np.random.PCG64(0)
-        self.pcg = np.random.RandomState(np.random.PCG64(0))
-        self.python = [random.Random(0)]
+        self.bits = np.random.PCG64(110)
+        self.pcg = np.random.RandomState(np.random.PCG64(111))
+        self.python = [random.Random(112)]
         self.own = OwnKind()
         self.sequence = np.random.SeedSequence(0)
-        self.spawning = np.random.default_rng(0)
+        self.spawning = np.random.default_rng(113)
         self.closure = _closure()
         self.partial = functools.partial(
-            np.random.Generator.integers, np.random.default_rng(0), 2**60
+            np.random.Generator.integers, np.random.default_rng(114), 2**60
         )
-        self.method = np.random.default_rng(0).integers
+        self.method = np.random.default_rng(115).integers
         self.pythons_own = random.getrandbits
         self.numpys_own = np.random.randint
         self.seedable = (Seedable(),)
@@ -136,8 +136,8 @@ class Everywhere(FastPyDataset):
         self.transforms = [transform, Transform(transform.random_generator)]
         self.lazily = Lazily()
         self.aug = Aug()
-        self.weights = {np.random.default_rng(0): 0.5}
-        self.table = np.array([None, random.Random(0)], object)
+        self.weights = {np.random.default_rng(116): 0.5}
+        self.table = np.array([None, random.Random(117)], object)
         self.environment = Environment()
         self.many = list(map(str, range(100_000)))
 
@@ -146,7 +146,7 @@ class Everywhere(FastPyDataset):
 
     def __getitem__(self, index):
         if not hasattr(self, "late"):
-            self.late = np.random.default_rng(0)
+            self.late = np.random.default_rng(118)
         nested = self.deep[0]["a"][0]["b"][0]["c"][0][0]
         return np.array(
             [
