@@ -47,11 +47,11 @@ class Generators:
     """Stores the random generators that were found in one dataset.
 
     In the training process the dataset owns this object: a builder must not
-    keep parts of the dataset alive. `states`: see `Search`.
+    keep parts of the dataset alive. `firsts`: see `Search`.
     """
 
-    def __init__(self, states: held_generators.States | None = None) -> None:
-        self.states = states
+    def __init__(self, firsts: held_generators.Firsts | None = None) -> None:
+        self.firsts = firsts
         self._search: held_generators.Search | None = None
         self._is_sure = False  # whether builds were found to add none
 
@@ -60,7 +60,7 @@ class Generators:
         if held_generators.seeds_its_own(dataset):
             return []
         if self._search is None or not self._search.fits(dataset):
-            self._search = held_generators.Search(dataset, self.states)
+            self._search = held_generators.Search(dataset, self.firsts)
         return self._search.held
 
     def search_after_build(self, dataset: Dataset) -> bool:
@@ -76,7 +76,7 @@ class Generators:
             return False
         self._is_sure = True
         self._search = held_generators.Search(
-            dataset, search.states, is_first=False
+            dataset, search.firsts, is_first=False
         )
         return search.lacks(self._search)
 
@@ -103,7 +103,7 @@ class Builder:
         glance: Is called in threads before and after each build, with the
             number of the epoch.
         after_build: Is called in worker processes after each build.
-        states: In worker processes, the first states of random generators.
+        firsts: In worker processes, how random generators were found first.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Builder:
         observer: Observer | None = None,
         glance: Callable[[int], None] = lambda epoch: None,
         after_build: Callable[[Dataset], None] = lambda dataset: None,
-        states: held_generators.States | None = None,
+        firsts: held_generators.Firsts | None = None,
     ) -> None:
         self._cached = cached
         self._observer = observer
@@ -127,7 +127,7 @@ class Builder:
         self._seed = seed
         self._threads = threads
         self._private = private
-        self._own_generators = Generators(states)
+        self._own_generators = Generators(firsts)
         self._rng_monitor: GlobalRngMonitor | None = None
         if threads:
             self._rng_monitor = GlobalRngMonitor(warns=observer is None)
@@ -312,7 +312,7 @@ class Builder:
         if hasattr(type(former), "__del__"):
             self._former.append(former)  # `__del__` would end shared parts
         self._dataset = newer._dataset
-        self._own_generators.states = newer._own_generators.states
+        self._own_generators.firsts = newer._own_generators.firsts
         if self._globals is not None:
             self._globals.carry_to(dataset)
         self.change()
@@ -386,7 +386,7 @@ def builder_in_worker(
     dataset: Dataset,
     seed: int,
     cached: bool,
-    states: held_generators.States,
+    firsts: held_generators.Firsts,
     after_build: Callable[[Dataset], None] = lambda dataset: None,
 ) -> Builder:
     """Returns a worker process's `Builder`, which keeps `dataset` alive."""
@@ -396,7 +396,7 @@ def builder_in_worker(
         private=True,
         cached=cached,
         after_build=after_build,
-        states=states,
+        firsts=firsts,
     )
 
 

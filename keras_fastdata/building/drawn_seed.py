@@ -115,8 +115,7 @@ def _is_random_seeded() -> bool:
 
 def _seeded_in(dataset: Any) -> list[GeneratorWrapper]:
     """Returns NumPy's generators in the dataset that were given a seed."""
-    held = [each.generator for each in Search(dataset).held]
-    return [each for each in held if each.was_given_seed]
+    return [each.generator for each in Search(dataset).held if each.is_seeded]
 
 
 def _words_of(bits: Any) -> list[int]:

@@ -43,10 +43,7 @@ class GeneratorWrapper:
 
     @property
     def was_given_seed(self) -> bool:
-        """Whether NumPy's bit generator was given a seed, of up to 96 bits.
-
-        A reseeded one counts as before: see `seeding.joined`.
-        """
+        """Whether NumPy's bit generator was given a seed, of up to 96 bits."""
         return self.bits is not None and was_given_seed(self.bits)
 
     def reseed(self, stream: np.random.SeedSequence) -> None:

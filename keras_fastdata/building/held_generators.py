@@ -64,14 +64,18 @@ class _Content(Mapping[str, Any]):
         return 1
 
 
-# By path: the states in which generators were first found.
-States = Mapping[str, bytes]
+class First(NamedTuple):
+    """A random generator as it was when it was found for the first time."""
 
-# The state in which a generator was first found, by its owner. Builds and hooks
-# seed the generator anew, at moments that depend on the workers.
-_first_states: weakref.WeakKeyDictionary[Any, bytes] = (
-    weakref.WeakKeyDictionary()
-)
+    state: bytes = b""  # a digest of its state; empty if that is not known
+    is_seeded: bool = False  # whether it is NumPy's, and was given a seed
+
+
+Firsts = Mapping[str, First]  # by path
+
+# By the owner of a generator. Builds and hooks seed the generator anew, at
+# moments that depend on the workers.
+_firsts: weakref.WeakKeyDictionary[Any, First] = weakref.WeakKeyDictionary()
 
 
 class Held(NamedTuple):
@@ -83,6 +87,7 @@ class Held(NamedTuple):
     # in a layer, which the model that trains may have as well.
     is_outside: bool
     generator: GeneratorWrapper  # the generator
+    is_seeded: bool = False  # see `First`
 
     @property
     def name(self) -> str:
@@ -92,7 +97,7 @@ class Held(NamedTuple):
 
     def reseed(self, seed: int, *key: int) -> None:
         """Seeds the random generator for the random stream `key`."""
-        if self.generator.was_given_seed:
+        if self.is_seeded:
             seed = seeding.given_part(seed) or seed
         self.generator.reseed(seeding.sequence(seed, *key, *self.key))
 
@@ -105,7 +110,7 @@ class Search:
 
     Args:
         dataset: The dataset.
-        states: The first states of generators in the training process. With
+        firsts: How generators were first found in the training process. With
             `None`, this is that process.
         is_first: Whether builds cannot have drawn from generators that were not
             found before.
@@ -114,7 +119,7 @@ class Search:
     def __init__(
         self,
         dataset: Any,
-        states: States | None = None,
+        firsts: Firsts | None = None,
         *,
         is_first: bool = True,
     ) -> None:
@@ -159,26 +164,24 @@ class Search:
                 wrapper_of(part) for _, part in parts
             ):
                 self._add(step, HasSeedMethod(step.value, name))
-        self.states = {**(states or {})}
-        if is_first:
-            self._note_first_states()
-        self._join_those_alike()
+        self.firsts = {**(firsts or {})}
+        for held in self.held:
+            if held.path not in self.firsts:
+                self.firsts[held.path] = _first_of(held.generator, is_first)
+        self._apply_firsts()
 
-    def _note_first_states(self) -> None:
-        for path, _, _, generator in self.held:
-            state = self.states.get(path) or _first_state_of(generator)
-            self.states[path] = state
-
-    def _join_those_alike(self) -> None:
+    def _apply_firsts(self) -> None:
         """Gives generators that were first in one state the same stream."""
-        first: dict[bytes, Held] = {}
+        known = self.firsts
+        leaders: dict[bytes, Held] = {}
         for held in sorted(self.held, key=lambda held: held.path):
-            if state := self.states.get(held.path):
-                first.setdefault(state, held)
+            leaders.setdefault(known.get(held.path, First()).state, held)
         for place, held in enumerate(self.held):
-            other = first.get(self.states.get(held.path, b""), held)
-            if other.path != held.path:
-                self.held[place] = held._replace(key=other.key)
+            state, is_seeded = known.get(held.path, First())
+            leader = leaders[state] if state else held
+            # Items of a set share one path, and have keys of their own.
+            key = held.key if leader.path == held.path else leader.key
+            self.held[place] = held._replace(key=key, is_seeded=is_seeded)
 
     def fits(self, dataset: Any) -> bool:
         """Returns whether the search result seems valid for `dataset`."""
@@ -236,19 +239,27 @@ class Search:
             self._roots[way[-1].name.removeprefix(".")] = way[-1].value
 
 
-def _first_state_of(generator: GeneratorWrapper) -> bytes:
-    """Returns a digest of a generator's first state; empty if it has none."""
+def _first_of(generator: GeneratorWrapper, is_known: bool) -> First:
+    """Returns how a generator was found first, which may be now.
+
+    Unless that is known, a build has made the generator, and drawn from it.
+    """
     if not generator.tells_whole_state:
-        return b""
+        return First()
     try:
-        state = _first_states.get(generator.owner, b"")
-        if not state:
-            text = repr((type(generator.value), generator.state()))
-            state = hashlib.blake2b(text.encode(), digest_size=16).digest()
-            _first_states[generator.owner] = state
-    except TypeError:  # a subclass with slots
-        return b""
-    return state
+        first = _firsts.get(generator.owner)
+        if first is None:
+            first = _described(generator) if is_known else First()
+            _firsts[generator.owner] = first
+    except TypeError:  # a subclass with slots cannot be referred to weakly
+        return First()
+    return first
+
+
+def _described(generator: GeneratorWrapper) -> First:
+    text = repr((type(generator.value), generator.state()))
+    state = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return First(state, generator.was_given_seed)
 
 
 @functools.singledispatch

@@ -26,6 +26,8 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._memory = _present()
+        # It tells whether the program has seeded the generator.
+        self._sequence = getattr(self._memory.bits, "seed_seq", None)
         self._bytes = self._memory.read()
         self._state: Any = None
         if not self._bytes or self._bytes != self._memory.without_normal:
@@ -37,8 +39,12 @@ class Snapshot:
 
     def restore(self) -> None:
         """Restores the saved state of `np.random`."""
+        bits = self._memory.bits
+        if getattr(bits, "seed_seq", None) is not self._sequence:
+            kind: Any = np.random.BitGenerator
+            kind.__setstate__(bits, (bits.state, self._sequence))
         # This forgets a normal number that was drawn in advance.
-        _random.set_bit_generator(self._memory.bits)
+        _random.set_bit_generator(bits)
         if self._state is not None:
             np.random.set_state(self._state)
         else:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_fastdata.building import build, interface
-from keras_fastdata.building.held_generators import Search, States
+from keras_fastdata.building.held_generators import Firsts, Search
 from keras_fastdata.building.interface import Dataset
 from keras_fastdata.building.script_names import show_script
 from keras_fastdata.engine import pickling_errors
@@ -278,19 +278,19 @@ class _BuilderMaker:
         return _maker_in_worker, (self._outside.told, *self._arguments)
 
     @property
-    def _arguments(self) -> tuple[Dataset, int, bool, States]:
+    def _arguments(self) -> tuple[Dataset, int, bool, Firsts]:
         dataset = alive(self._dataset)
-        return dataset, self._seed, self._cached, Search(dataset).states
+        return dataset, self._seed, self._cached, Search(dataset).firsts
 
 
 def _maker_in_worker(
-    _: Told, dataset: Dataset, seed: int, cached: bool, states: States
+    _: Told, dataset: Dataset, seed: int, cached: bool, firsts: Firsts
 ) -> Callable[[], build.Builder]:
     """Returns what a pickled `_BuilderMaker` becomes in a worker."""
     finish()
     show_script(dataset)
     return functools.partial(
-        build.builder_in_worker, dataset, seed, cached, states, check_results
+        build.builder_in_worker, dataset, seed, cached, firsts, check_results
     )
 
 

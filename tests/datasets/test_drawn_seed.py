@@ -23,6 +23,11 @@ class DrawsOfGlobal(OwnRng):
         return RNG.integers(2**60, size=2)
 
 
+class DrawsOfBoth(OwnRng):
+    def __getitem__(self, index):
+        return RNG.random(2), self.rng.random(2), np.random.random(2)
+
+
 def epochs_of(dataset):
     with dataset:
         return [list(dataset) for _ in range(2)]
@@ -205,6 +210,43 @@ def test_who_does_not_seed_torch_has_other_batches_in_each_run():
     first = run(OwnRng, workers=0)
     torch.set_rng_state(state)
     assert not equal(run(OwnRng, workers=0), first)
+
+
+class SeedsNumpy(OwnRng):
+    def __getitem__(self, index):
+        np.random.seed(index)
+        return np.random.random(2)
+
+
+def _stream_of_random(count=8):
+    for _ in range(count):
+        yield np.random.random() + RNG.random()
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        lambda place: SeedsNumpy(**place),
+        lambda place: GeneratorDataset(
+            _stream_of_random, batch_size=2, **place
+        ),
+    ],
+    ids=["seeds in builds", "stream"],
+)
+def test_what_builds_of_another_dataset_seed_is_not_seeded_by_the_program(
+    first, monkeypatch
+):
+    """Else the seed depended on where those batches were built."""
+
+    def seeded(place):
+        monkeypatch.setitem(globals(), "RNG", np.random.default_rng())
+        random.seed(9)
+        list(first(place))
+        return epochs_of(DrawsOfBoth(workers=0))
+
+    inline = seeded(PLACES[0])
+    assert equal(seeded(PLACES[0]), inline)
+    assert equal(seeded({"workers": 1, "use_multiprocessing": True}), inline)
 
 
 def test_two_datasets_of_a_seeded_program_draw_different_numbers():
