@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keras_fastdata.workers.base import LocalResult
+from keras_fastdata.workers.base import LocalResult, WorkerPool
 
 
 class Result(LocalResult):
@@ -15,7 +15,7 @@ class Result(LocalResult):
         super().discard()
 
 
-class FakePool:
+class FakePool(WorkerPool):
     """A pool of workers that build what the test says, when it says so.
 
     Attributes:
