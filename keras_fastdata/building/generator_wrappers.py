@@ -39,7 +39,8 @@ class GeneratorWrapper:
     @property
     def owner(self) -> Any:
         """What is there as long as the generator, to be referred to weakly."""
-        return self.value
+        # A bit generator itself cannot be referred to weakly.
+        return self.value if self.bits is None else self.bits.lock
 
     @property
     def was_given_seed(self) -> bool:
@@ -64,10 +65,6 @@ class _NumpyGenerator(GeneratorWrapper):
     @property
     def bits(self) -> Any:
         return getattr(self.value, "bit_generator", self.value)
-
-    @property
-    def owner(self) -> Any:
-        return self.bits.lock  # itself cannot be referred to weakly
 
     def reseed(self, stream: np.random.SeedSequence) -> None:
         fresh = type(self.bits)(stream)
@@ -106,10 +103,6 @@ class _NumpyRandomState(GeneratorWrapper):
     @property
     def bits(self) -> Any:
         return self.value._bit_generator
-
-    @property
-    def owner(self) -> Any:
-        return self.bits.lock
 
     def reseed(self, stream: np.random.SeedSequence) -> None:
         # This also forgets a normal number that was drawn in advance.

@@ -17,7 +17,7 @@ import contextlib
 import ctypes
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 
@@ -74,12 +74,7 @@ class DeferredSignals:
             _blocks.remove(self)
         self.restore()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
@@ -102,12 +97,7 @@ class Interruptible:
         for block in reversed(self._blocks):
             block.restore()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for block in self._blocks:
             block.replace_handlers()
 
