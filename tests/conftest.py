@@ -207,22 +207,16 @@ def kept_forkserver(_held_forkservers):
             held.append(launchers.ForkserverLauncher(None))
 
 
-@pytest.fixture
-def unseeded(monkeypatch):
-    """Sets the global generators to states that no program has seeded."""
-    bits, torch = np.random.get_bit_generator(), loaded_torch()
-    if torch is not None:
-        state = torch.get_rng_state()
-        torch.seed()
-    monkeypatch.setattr(
-        "keras.src.utils.rng_utils.get_random_seed", lambda: None
-    )
+@pytest.fixture(autouse=True)
+def _nothing_is_seeded(_backend_is_warm):
+    """Has each test begin as a program that has seeded no generator."""
+    from keras.src.backend.common import global_state
+
+    global_state.set_global_attribute("global_random_seed", None)
     np.random.set_bit_generator(np.random.MT19937())
     random.seed()
-    yield
-    np.random.set_bit_generator(bits)
-    if torch is not None:
-        torch.set_rng_state(state)
+    if torch := loaded_torch():
+        torch.seed()
 
 
 @pytest.fixture

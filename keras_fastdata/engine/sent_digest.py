@@ -2,7 +2,7 @@
 
 cloudpickle sends functions and classes of `__main__` along, with the globals
 that they use. The digest is that of such a pickle, so that whatever would be
-sent is looked at: code, numbers, texts and small arrays. Of large arrays only a
+sent is looked at: code, numbers, texts and arrays. Of the largest arrays only a
 sample is read, and of other objects only the identity: tables, models and large
 containers are not read, and no method of the user's runs.
 """
@@ -32,18 +32,21 @@ from keras_fastdata.building.attributes import (
 )
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.building.variables import OPEN
-from keras_fastdata.memory import rebuilt_classes
+from keras_fastdata.memory import checksum, rebuilt_classes
 from keras_fastdata.memory.limited_stream import LimitedStream, LimitError
 from keras_fastdata.memory.reducers import Pickler
 from keras_fastdata.memory.shared_arrays import owner_of
+from keras_fastdata.memory.tensors import array_of, is_tensor
 
 _MOST_ITEMS = 1_000  # of a container that is looked at
 _MOST_OWN_ITEMS = 100  # of a larger one in an attribute of the dataset
 _MOST_CHARACTERS = 10_000  # of a text
-_MOST_BYTES = 1 << 20  # of an array that is read whole
-_MOST_READ = 1 << 25  # bytes of all arrays
-_FEW_BYTES = 1_000  # of an array whose identity does not count
+_MOST_BYTES = 1 << 28  # of arrays that are read whole
 _MOST_SAMPLED = 1 << 16  # items of a larger array
+_BYTES_OF_SAMPLE = 1 << 20  # at most, of these items
+_COST_OF_SAMPLE = 1 << 22  # bytes that could be read whole in the same time
+_FEW_BYTES = 1_000  # of an array whose identity does not count
+_FEW_IN_FILE = 1 << 20  # bytes of a map that may be read
 
 _TEXTS = (str, bytes, bytearray)
 _SCALARS = (int, float, complex, types.NoneType, np.generic)
@@ -89,42 +92,62 @@ def digest_of(dataset: Any) -> bytes | None:
     return data.digest + code.digest
 
 
-def checksum_of(values: Any) -> tuple[Any, ...] | None:
+def checksum_of(
+    values: Any, most_bytes: int | None = None
+) -> tuple[Any, ...] | None:
     """Returns dtype, shape and a checksum of an array.
 
-    The checksum is that of a sample if the array is large. Returns `None` for
-    an array of objects, and for a large one in a file that is mapped into
-    memory.
+    The checksum is that of a sample if the array has more than `most_bytes`,
+    which is 256 MiB unless it is given. Returns `None` for an array of objects,
+    and for one of over 1 MiB in a file that is mapped into memory.
     """
+    if most_bytes is None:
+        most_bytes = _MOST_BYTES
     if not isinstance(values, np.ndarray):  # a bytearray, or of `array`
-        step = _step_through(len(values), getattr(values, "itemsize", 1))
-        return len(values), zlib.crc32(bytes(values[::step]))
+        itemsize = getattr(values, "itemsize", 1)
+        step = _step_through(len(values), itemsize, most_bytes)
+        return len(values), _crc32(values, step)
     if isinstance(values, np.ma.MaskedArray):
-        return checksum_of(values.data), checksum_of(np.asarray(values.mask))
+        mask = np.asarray(values.mask)
+        return checksum_of(values.data, most_bytes), checksum_of(mask)
     # What is written to a map of another mode is in the file.
     is_in_file = isinstance(values, np.memmap) and values.mode != "c"
     if values.dtype.hasobject or is_in_file:
         return None
     values, kind = values.view(np.ndarray), dtype_text(values.dtype)
     shape = values.shape
-    if values.nbytes > _MOST_BYTES:
+    if values.nbytes > _FEW_IN_FILE:
         if isinstance(owner_of(values).base, mmap.mmap):
             return None
-        step = _step_through(values.size, values.itemsize)
+        step = _step_through(values.size, values.itemsize, most_bytes)
+        if step == 1:
+            return kind, shape, checksum.of(values)
         flat = values.reshape(-1) if values.flags.c_contiguous else values.flat
         values = flat[::step]
     return kind, shape, zlib.crc32(values.tobytes())
 
 
-def _step_through(count: int, itemsize: int) -> int:
+def _crc32(values: Any, step: int) -> int:
+    """Returns the checksum of items of a bytearray, or of an array of Python.
+
+    It copies them: the program could not resize what lends its memory.
+    """
+    found, span = 0, step * _MOST_SAMPLED
+    for start in range(0, len(values), span):
+        piece = values[start : start + span : step]
+        found = zlib.crc32(bytes(piece), found)
+    return found
+
+
+def _step_through(count: int, itemsize: int, most_bytes: int) -> int:
     """Returns the distance between the items of a sample; 1 if all are read.
 
     It has no factor in common with the number of items. So the sample of an
     array has items of each column, and of each colour of an image.
     """
-    if count * itemsize <= _MOST_BYTES:
+    if count * itemsize <= most_bytes:
         return 1
-    step = count // min(_MOST_SAMPLED, max(1, _MOST_BYTES // itemsize))
+    step = count // min(_MOST_SAMPLED, max(1, _BYTES_OF_SAMPLE // itemsize))
     while math.gcd(step, count) > 1:
         step += 1
     return max(1, step)
@@ -153,7 +176,7 @@ class _SentPickler(Pickler):
         self._code: dict[int, tuple[int, Any]] = {}  # by id, each numbered
         self._dataset = dataset
         self._has_data = has_data
-        self._left = _MOST_READ
+        self._left = _MOST_BYTES  # of arrays to read
 
     @property
     def code(self) -> list[Any]:
@@ -199,14 +222,22 @@ class _SentPickler(Pickler):
                 return None
             identity = None if is_small else _identity(obj)
             return identity, dtype_text(obj.dtype), self._checksum_of(obj)
+        if is_tensor(obj):
+            memory = array_of(obj)
+            content = None if memory is None else self._checksum_of(memory)
+            return _identity(obj), str(obj.dtype), content
         if isinstance(obj, _TAKEN_APART) or _is_open(kind):
             return None
         return _identity(obj)
 
     def _checksum_of(self, values: Any) -> tuple[Any, ...] | None:
         """Returns an array's checksum, as long as not too much was read."""
-        self._left -= min(values.nbytes, _MOST_BYTES)
-        return None if self._left < 0 else checksum_of(values)
+        if self._left <= 0:
+            return None
+        found = checksum_of(values, self._left)
+        is_whole = values.nbytes <= self._left
+        self._left -= values.nbytes if is_whole else _COST_OF_SAMPLE
+        return found
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)

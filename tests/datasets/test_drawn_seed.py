@@ -11,7 +11,7 @@ from samples import OwnRng, Random, Shuffles, equal
 
 from keras_fastdata import GeneratorDataset
 
-pytestmark = pytest.mark.usefixtures("kept_forkserver", "unseeded")
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
 RNG = np.random.default_rng(0)  # a test replaces it
 

@@ -1462,7 +1462,7 @@ def test_a_dataset_in_hand_is_trained_on_in_a_second_stage(tmp_path):
 
 @pytest.mark.parametrize("is_set", [False, True])
 def test_who_has_hooks_and_no_seed_is_told_before_it_is_too_late(
-    is_set, tmp_path, caplog, unseeded
+    is_set, tmp_path, caplog
 ):
     model = model_of()
     np.random.set_bit_generator(np.random.MT19937(1 if is_set else None))

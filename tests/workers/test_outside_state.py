@@ -2020,22 +2020,77 @@ _LARGE_ARRAYS = {
 }
 
 
-@pytest.mark.parametrize(
-    "place", [{"workers": 2}, PROCESSES], ids=["thread", "process"]
-)
-@pytest.mark.parametrize("name", _LARGE_ARRAYS)
-def test_an_edit_of_a_part_of_a_large_array_reaches_workers(name, place):
-    make, edit = _LARGE_ARRAYS[name]
-    large = make()
+_SMALL_EDITS = {
+    "an item": (
+        lambda: np.zeros((1 << 11, 32, 32, 3), "uint8"),
+        lambda array: array.__setitem__((1234, 5, 6, 1), 7),
+    ),
+    "two items that change places": (
+        lambda: np.arange(1 << 18, dtype="float64"),
+        lambda array: array.__setitem__([3, 100_000], array[[100_000, 3]]),
+    ),
+    "an item of an array that is not in one piece": (
+        lambda: np.zeros((99, 999, 24), "float32")[1:, ::2].transpose(2, 0, 1),
+        lambda array: array.__setitem__((1, 2, 3), 1),
+    ),
+    "a field of a record": (
+        lambda: np.zeros(99_999, [("x", "f8"), ("name", "S5")]),
+        lambda array: array["name"].__setitem__(54_321, b"a"),
+    ),
+    "the last byte": (
+        lambda: bytearray((1 << 21) + 1),
+        lambda array: array.__setitem__(-1, 1),
+    ),
+}
 
+
+@pytest.fixture(params=["thread", "process"])
+def place(request):
+    return PROCESSES if request.param == "process" else {"workers": 2}
+
+
+def _assert_that_an_edit_reaches_workers(large, edit, place):
     def use(held, _):
         return zlib.crc32(bytes(held))
 
+    expected = {zlib.crc32(bytes(large))}
     with Holds(large, use, **place) as dataset:
-        for _ in range(2):
-            expected = zlib.crc32(bytes(large))
-            assert [int(batch) for batch in dataset] == [expected] * 3
-            edit(large)
+        assert {int(batch) for batch in dataset} == expected
+        edit(large)
+        assert zlib.crc32(bytes(large)) not in expected
+        assert {int(batch) for batch in dataset} == {zlib.crc32(bytes(large))}
+
+
+@pytest.mark.parametrize("name", {**_LARGE_ARRAYS, **_SMALL_EDITS})
+def test_an_edit_of_a_large_array_reaches_workers(name, place):
+    make, edit = (_LARGE_ARRAYS | _SMALL_EDITS)[name]
+    _assert_that_an_edit_reaches_workers(make(), edit, place)
+
+
+@pytest.mark.parametrize("name", _LARGE_ARRAYS)
+def test_an_edit_of_a_part_of_an_array_beyond_the_limit_reaches_workers(
+    name, place, monkeypatch
+):
+    monkeypatch.setattr(sent_digest, "_MOST_BYTES", 1 << 20)
+    make, edit = _LARGE_ARRAYS[name]
+    _assert_that_an_edit_reaches_workers(make(), edit, place)
+
+
+def test_arrays_are_read_whole_up_to_a_limit_for_all_of_them(monkeypatch):
+    monkeypatch.setattr(sent_digest, "_MOST_BYTES", 12 << 20)
+    arrays = [np.zeros(1 << 20) for _ in range(4)]  # 8 MiB each
+    dataset = Holds(arrays, lambda *_: 0)
+    before = sent_digest.digest_of(dataset)
+    arrays[1][1] = 1  # of a sample: between its first and second items
+    assert sent_digest.digest_of(dataset) == before
+    arrays[1][:] = 1
+    assert sent_digest.digest_of(dataset) != before
+    before = sent_digest.digest_of(dataset)
+    arrays[0][1] = 1
+    assert sent_digest.digest_of(dataset) != before
+    before = sent_digest.digest_of(dataset)
+    arrays[3][:] = 1  # nothing is left to read it
+    assert sent_digest.digest_of(dataset) == before
 
 
 @pytest.mark.parametrize("place", ["data", "code"])

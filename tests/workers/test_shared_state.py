@@ -471,3 +471,26 @@ def test_what_a_build_writes_to_an_array_is_in_the_tensor(method):
         workers=2, use_multiprocessing=True, start_method=method
     ) as dataset:
         assert [int(batch[0, 0]) for batch in dataset] == [0, 1, 2, 3]
+
+
+class Labels(Numbered):
+    """Returns items of a tensor."""
+
+    def __init__(self, dtype, **kwargs):
+        super().__init__(length=4, **kwargs)
+        import torch
+
+        self.labels = torch.zeros(2 * MB, dtype=getattr(torch, dtype))
+
+    def __getitem__(self, index):
+        return int(self.labels[index * 1000])
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("dtype", ["int64", "bfloat16"])
+def test_processes_receive_an_edit_of_a_tensor(dtype):
+    pytest.importorskip("torch")
+    with Labels(dtype, workers=2, use_multiprocessing=True) as dataset:
+        assert [*map(int, dataset)] == [0, 0, 0, 0]
+        dataset.labels[2000] = 1
+        assert [*map(int, dataset)] == [0, 0, 1, 0]
