@@ -9,8 +9,6 @@ two datasets with `default_rng(3)` still draw different noise from `np.random`.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import random
 import weakref
 from collections.abc import Callable
@@ -19,30 +17,15 @@ from typing import Any
 import numpy as np
 
 from keras_fastdata.building import seeding
-from keras_fastdata.building.generator_wrappers import (
-    GeneratorWrapper,
-    was_given_seed,
-)
+from keras_fastdata.building.generator_wrappers import was_given_seed
 from keras_fastdata.building.held_generators import Search
 
 _random: Any = np.random  # its type stubs lack the function used here
 
 _LEAST_OF_TORCH = 1 << 32  # of seeds that PyTorch draws, but for 1 in 2**21
 
-
-@dataclasses.dataclass
-class _FirstDraw:
-    """What a generator gave at first, and to how many datasets."""
-
-    words: list[int]
-    datasets: int = 0
-
-
-# By the owner of a generator. Builds seed the generator anew, at moments that
-# depend on the workers.
-_first_draws: weakref.WeakKeyDictionary[Any, _FirstDraw] = (
-    weakref.WeakKeyDictionary()
-)
+# By the owner of a generator: how many datasets have drawn a seed from it.
+_times_drawn: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _tell_that_random_is_seeded: list[Callable[[], bool]] = []
 
 
@@ -64,12 +47,13 @@ def draw_seed(dataset: Any) -> int:
     for these, and from these.
     """
     words: list[int] = []
-    for generator in _seeded_in(dataset):
-        if (first := _first_draws.get(generator.owner)) is None:
-            first = _FirstDraw(_words_of(copy.deepcopy(generator.bits)))
-            _first_draws[generator.owner] = first
-        words += [*first.words, first.datasets]
-        first.datasets += 1
+    search = Search(dataset)
+    for held in search.held:
+        if held.is_seeded:
+            state = search.firsts[held.path].state
+            times = _times_drawn.get(owner := held.generator.owner, 0)
+            words += [int.from_bytes(state), times]
+            _times_drawn[owner] = times + 1
     own = _draw_own_part()
     return seeding.joined(own, _mixed(words)) if words else own
 
@@ -86,7 +70,7 @@ def is_repeatable() -> bool:
 def _draw_own_part() -> int:
     if not _is_random_seeded():
         if was_given_seed(shared := _random.get_bit_generator()):
-            return _mixed(_words_of(shared))
+            return _mixed(shared.random_raw(2).tolist())
         if torch := _seeded_torch():
             words = torch.empty(1, dtype=torch.int64, device="cpu").random_()
             return _mixed(words.tolist())
@@ -111,13 +95,3 @@ def _mixed(words: list[int]) -> int:
 
 def _is_random_seeded() -> bool:
     return any(tells() for tells in _tell_that_random_is_seeded)
-
-
-def _seeded_in(dataset: Any) -> list[GeneratorWrapper]:
-    """Returns NumPy's generators in the dataset that were given a seed."""
-    return [each.generator for each in Search(dataset).held if each.is_seeded]
-
-
-def _words_of(bits: Any) -> list[int]:
-    words: list[int] = bits.random_raw(2).tolist()
-    return words
