@@ -61,6 +61,10 @@ from keras_fastdata.engine.telling import (
 from keras_fastdata.engine.told_forms import can_be_told
 from keras_fastdata.engine.told_state import NOTHING_TOLD, StateLostError, Told
 
+# Of an array that is read whole, where a digest covers those of the dataset.
+# Workers are told of no larger ones of modules.
+_FEW_BYTES = 1 << 20
+
 _log = logging.getLogger("keras_fastdata")
 
 
@@ -137,10 +141,10 @@ class OutsideState:
         else:
             note_scripts(modules_that_run())
         self._warn_of_emptied_cache()
-        self._record_all(dataset)
         self._digest = None if is_here else digest_of(dataset)
         if self._digest is not None and self._digest != digest_of(dataset):
             self._digest = None  # it differs each time
+        self._record_all(dataset)
 
     def _warn_of_emptied_cache(self) -> None:
         """Logs once that builds may empty the cache again and again."""
@@ -167,9 +171,12 @@ class OutsideState:
             self._settings(), {}, {}, {}, self._is_strict, sources, scripts()
         )
         self._seen = []
+        most_bytes = None if self._digest is None else _FEW_BYTES
         for variable in _variables_of(dataset):
             with _looking():
-                self._seen.append(SeenVariable(variable, variable.value))
+                self._seen.append(
+                    SeenVariable(variable, variable.value, most_bytes)
+                )
                 tell(variable, told, self._lost)
         has_changed = module_sources.import_changes().has
         told.changed.update(

@@ -123,9 +123,10 @@ def can_be_sent(value: Any) -> bool:
     return is_plain(value) or _is_small_array(value)
 
 
-def content_of(value: Any) -> Any:
+def content_of(value: Any, most_bytes: int | None = None) -> Any:
     """Returns a summary of a container or array, to detect in-place changes.
 
+    Of an array of over `most_bytes`, only a sample counts; see `checksum_of`.
     Returns `None` for other values.
     """
     kind = type(value)
@@ -149,7 +150,7 @@ def content_of(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
         return Items(value.size, first_items(value.flat))
     is_array = isinstance(value, (np.ndarray, array.array, bytearray))
-    return checksum_of(value) if is_array else None
+    return checksum_of(value, most_bytes) if is_array else None
 
 
 def text_of(value: Any) -> str | None:

@@ -25,12 +25,24 @@ class SeenVariable:
     """The value that a variable had, or a weak reference to the value.
 
     Values that are not plain are held by weak references, if possible.
+
+    Args:
+        variable: The variable.
+        value: Its present value.
+        most_bytes: Of an array with more, only a sample is compared. `None` is
+            the limit of `checksum_of`.
     """
 
-    __slots__ = ("_content", "_is_weak", "_items", "_value", "variable")
+    __slots__ = (
+        *("_content", "_is_weak", "_items", "_most_bytes", "_value"),
+        "variable",
+    )
 
-    def __init__(self, variable: Variable, value: Any) -> None:
+    def __init__(
+        self, variable: Variable, value: Any, most_bytes: int | None = None
+    ) -> None:
         self.variable = variable
+        self._most_bytes = most_bytes
         self._content = self._content_of(value)
         can_be_kept = is_plain(value)
         self._value = value if can_be_kept else weakly(value)
@@ -68,7 +80,7 @@ class SeenVariable:
                 attributes = attributes_of(value)
                 if is_plain(attributes):
                     return repr(attributes)
-            return content_of(value)
+            return content_of(value, self._most_bytes)
         except Exception:  # the user's object may refuse to be looked into
             return None
 
