@@ -61,8 +61,8 @@ from keras_fastdata.engine.telling import (
 from keras_fastdata.engine.told_forms import can_be_told
 from keras_fastdata.engine.told_state import NOTHING_TOLD, StateLostError, Told
 
-# Of an array that is read whole, where a digest covers those of the dataset.
-# Workers are told of no larger ones of modules.
+# Of an array that is read whole, where a digest covers those of the dataset, or
+# where it is compared for each batch. Workers are told of no larger ones.
 _FEW_BYTES = 1 << 20
 
 _log = logging.getLogger("keras_fastdata")
@@ -86,6 +86,7 @@ class OutsideState:
         self.told = NOTHING_TOLD  # the state that is sent to workers
         self.is_cached = False  # see `look`
         self._is_here = self._is_strict = self._has_folder = False
+        self._is_in_directory = False
         self._is_watched = False
         # What was noticed since `look`, also as another dataset's epoch began:
         # callbacks may set a variable for the time of a validation.
@@ -114,6 +115,7 @@ class OutsideState:
         is_here: bool = False,
         has_folder: bool = False,
         is_cached: bool = False,
+        is_in_directory: bool = False,
         is_strict: bool = False,
     ) -> None:
         """Records the current global state.
@@ -125,6 +127,7 @@ class OutsideState:
                 containers themselves.
             has_folder: Whether builds are to be in the current folder.
             is_cached: Whether batches are kept for later epochs.
+            is_in_directory: Whether they are kept in a directory.
             is_strict: Whether state that workers cannot be told of is an error.
 
         Raises:
@@ -133,7 +136,7 @@ class OutsideState:
         """
         self._is_watched, self.is_cached = True, is_cached
         self._is_here, self._has_folder = is_here, has_folder
-        self._is_strict = is_strict
+        self._is_in_directory, self._is_strict = is_in_directory, is_strict
         self._lost.expect(is_shared=is_shared, is_strict=is_strict)
         self._dataset = weakref.ref(dataset)
         if is_here:
@@ -171,7 +174,8 @@ class OutsideState:
             self._settings(), {}, {}, {}, self._is_strict, sources, scripts()
         )
         self._seen = []
-        most_bytes = None if self._digest is None else _FEW_BYTES
+        is_quick = self._is_in_directory or self._digest is not None
+        most_bytes = _FEW_BYTES if is_quick else None
         for variable in _variables_of(dataset):
             with _looking():
                 self._seen.append(

@@ -257,6 +257,7 @@ class PoolFactory:
             is_here=is_here,
             has_folder=settings.kind is not WorkerKind.RAY,
             is_cached=settings.cache is not None,
+            is_in_directory=settings.cache not in (None, "memory"),
             is_strict=self._in_effect.auto is not None,
         )
 

@@ -41,7 +41,7 @@ from keras_fastdata.memory.tensors import array_of, is_tensor
 _MOST_ITEMS = 1_000  # of a container that is looked at
 _MOST_OWN_ITEMS = 100  # of a larger one in an attribute of the dataset
 _MOST_CHARACTERS = 10_000  # of a text
-_MOST_BYTES = 1 << 28  # of arrays that are read whole
+_MOST_BYTES = 1 << 26  # of arrays that are read whole
 _MOST_SAMPLED = 1 << 16  # items of a larger array
 _BYTES_OF_SAMPLE = 1 << 20  # at most, of these items
 _COST_OF_SAMPLE = 1 << 22  # bytes that could be read whole in the same time
@@ -98,7 +98,7 @@ def checksum_of(
     """Returns dtype, shape and a checksum of an array.
 
     The checksum is that of a sample if the array has more than `most_bytes`,
-    which is 256 MiB unless it is given. Returns `None` for an array of objects,
+    which is 64 MiB unless it is given. Returns `None` for an array of objects,
     and for one of over 1 MiB in a file that is mapped into memory.
     """
     if most_bytes is None:

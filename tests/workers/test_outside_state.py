@@ -2033,6 +2033,10 @@ _SMALL_EDITS = {
         lambda: np.zeros((99, 999, 24), "float32")[1:, ::2].transpose(2, 0, 1),
         lambda array: array.__setitem__((1, 2, 3), 1),
     ),
+    "the signs of an even number of items": (
+        lambda: np.ones((1 << 14, 16)),
+        lambda array: array.__setitem__(slice(1024), -array[:1024]),
+    ),
     "a field of a record": (
         lambda: np.zeros(99_999, [("x", "f8"), ("name", "S5")]),
         lambda array: array["name"].__setitem__(54_321, b"a"),
