@@ -207,7 +207,7 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, types.MethodType):
         yield ".__func__", value.__func__
         yield "", value.__self__
-    elif isinstance(value, types.BuiltinMethodType):
+    elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
         yield ".__self__", value.__self__
     elif isinstance(value, _OF_PYTHON):
         # There is no other access to everything that these keep.

@@ -26,6 +26,7 @@ OPEN = (
     *(threading.Event, configparser.RawConfigParser),
 )
 CODE = (enum.Enum, type)
+_NO_OWNER = (types.ModuleType, types.NoneType, type)  # of functions of C
 _KEYS = (str, bytes, int, float, type(None), *CODE)
 
 SELF = "self"  # begins the path to what the dataset itself holds
@@ -176,6 +177,9 @@ def parts_of(value: Any) -> list[Any]:
         return [value.fget]
     if isinstance(value, types.MethodType):
         return [value.__func__, value.__self__]
+    if isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
+        owner = value.__self__
+        return [] if isinstance(owner, _NO_OWNER) else [owner]
     if isinstance(value, functools.cached_property):
         return [value.func]
     if isinstance(value, (functools.partial, functools.partialmethod)):

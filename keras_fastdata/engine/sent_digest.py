@@ -58,6 +58,7 @@ _CONTAINERS = {
 _TAKEN_APART = (
     *(type, types.FunctionType, types.CodeType, types.CellType),
     *(types.MethodType, types.BuiltinFunctionType, types.ModuleType),
+    types.MethodWrapperType,
     *(types.MappingProxyType, functools.partial, functools.partialmethod),
     *(property, staticmethod, classmethod),
     *(*_SCALARS, types.EllipsisType, slice, range, np.dtype),

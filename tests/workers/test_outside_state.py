@@ -2097,6 +2097,39 @@ def test_arrays_are_read_whole_up_to_a_limit_for_all_of_them(monkeypatch):
     assert sent_digest.digest_of(dataset) == before
 
 
+class HasName:
+    name = 1
+
+
+_METHODS_OF_PYTHON = {
+    "array": (np.ones(9), "__getitem__", 3, _double),
+    "items of an array": (np.ones(9), "take", 3, _double),
+    "dict": ({3: 1}, "get", 3, lambda held: held.update({3: 2})),
+    "list": ([1] * 9, "__getitem__", 3, lambda held: held.insert(3, 2)),
+    "object": (
+        *(HasName(), "__getattribute__", "name"),
+        lambda held: setattr(held, "name", 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize("name", _METHODS_OF_PYTHON)
+def test_an_edit_of_what_a_method_of_python_belongs_to_is_seen(
+    name, cache, place
+):
+    owner, method, key, edit = copy.deepcopy(_METHODS_OF_PYTHON[name])
+    method = getattr(owner, method)
+
+    def use(held, _):
+        return int(held(key))
+
+    with Holds(method, use, cache=cache, **place) as dataset:
+        assert [int(batch) for batch in dataset] == [1] * 3
+        edit(owner)
+        assert [int(batch) for batch in dataset] == [2] * 3
+
+
 @pytest.mark.parametrize("place", ["data", "code"])
 def test_the_code_of_much_data_and_the_first_of_much_code_are_compared(place):
     texts = [str(number) * 1000 for number in range(1000)]
