@@ -213,7 +213,11 @@ def _nothing_is_seeded(_backend_is_warm):
     from keras.src.backend.common import global_state
 
     global_state.set_global_attribute("global_random_seed", None)
-    np.random.set_bit_generator(np.random.MT19937())
+    # In place: worker threads of a dataset that tests share may be drawing.
+    bits = np.random.get_bit_generator()
+    fresh = type(bits)()
+    with bits.lock:
+        np.random.BitGenerator.__setstate__(bits, (fresh.state, fresh.seed_seq))
     random.seed()
     if torch := loaded_torch():
         torch.seed()
