@@ -22,8 +22,6 @@ import threading
 import time
 from typing import Any
 
-import numpy as np
-
 from keras_fastdata import _call_stack, _process_role
 from keras_fastdata.building import mt19937, seeding
 
@@ -32,7 +30,6 @@ _STUCK_S = 10.0  # at one place, before a holder is assumed to wait
 
 _LONGEST_DRAW_S = 30.0  # of another thread, for which a fork waits
 
-_random: Any = np.random  # its type stubs lack the function used here
 _log = logging.getLogger("keras_fastdata")
 
 
@@ -185,7 +182,7 @@ _of_fork = _OfFork()
 
 
 def _before_fork() -> None:
-    lock = _random.get_bit_generator().lock
+    lock = mt19937.lock()
     # NumPy 1 has a lock that is not reentrant, and the program may hold it.
     _of_fork.lock = lock if lock.acquire(timeout=_LONGEST_DRAW_S) else None
 
