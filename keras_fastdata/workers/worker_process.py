@@ -29,6 +29,8 @@ NOT_FOR_US = tuple(
 _ACTIONS = {
     # Printing to a terminal that others have (`stty tostop`) stops nobody.
     "SIGTTOU": signal.SIG_IGN,
+    # To read from it fails: it would stop a worker, which waits for ever.
+    "SIGTTIN": signal.SIG_IGN,
     "SIGCHLD": signal.SIG_DFL,
     "SIGTERM": signal.SIG_DFL,
 }

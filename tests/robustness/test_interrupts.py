@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
+import pty
 import signal
 import socket
 import sys
@@ -12,6 +14,7 @@ import threading
 import pytest
 from places import EVERY_KIND, KINDS, quickly
 from samples import Deadly, Numbered, numbers
+from trainers import Trainer
 
 from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine.acknowledgements import Acknowledgements
@@ -539,3 +542,41 @@ def test_a_state_between_an_error_and_the_next_call_does_not_count_the_batch(
     with Numbered(8, **EVERY_KIND[kind]) as resumed:
         resumed.load_state_dict(state)
         assert numbers(resumed) == list(range(2, 8))
+
+
+# -- a terminal ----------------------------------------------------------------
+
+_ASKS = """
+terminal = os.open({terminal!r}, os.O_RDWR)  # the session's from now on
+
+class Asks(Data):
+    def __getitem__(self, index):
+        with open("/dev/tty") as typed:
+            return typed.readline()
+
+data = Asks(1, start_method={start_method!r})
+try:
+    list(data)
+except OSError as error:
+    say(error.strerror)
+"""
+
+
+@pytest.mark.parametrize(
+    "start_method",
+    quickly(["forkserver", "spawn", "fork", "portable"], "forkserver"),
+)
+def test_to_read_from_the_terminal_fails_in_a_worker(start_method, zygote):
+    """The kernel stops whatever reads from it in the background."""
+    ours, theirs = pty.openpty()
+    try:
+        script = _ASKS.format(
+            terminal=os.ttyname(theirs), start_method=start_method
+        )
+        with Trainer(zygote, script) as trainer:
+            assert trainer.line() == "Input/output error"
+            assert trainer.end() == 0
+            trainer.leaves_nothing()
+    finally:
+        os.close(ours)
+        os.close(theirs)
