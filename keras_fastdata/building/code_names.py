@@ -35,7 +35,6 @@ _EDITING = {
     "symmetric_difference_update",
 }
 
-
 # First parameters of methods. A function may have another first parameter.
 _SELVES = ("self", "s", "this", "me")
 
@@ -211,7 +210,7 @@ class _Scan:
             return self._local(operation, name)
         elif operation in ("LOAD_ATTR", "LOAD_METHOD"):
             owner = self._at(1)
-            if owner is not None and name in _EDITING:
+            if owner is not None and _edits(name):
                 self.edited.add(owner)
             return None if owner is None else owner.part(name)
         elif operation in ("STORE_ATTR", "DELETE_ATTR"):
@@ -270,6 +269,14 @@ class _Scan:
         self._stack[-1] = loaded
         if effect == _WITH_NULL and step.opname == "LOAD_GLOBAL":
             self._stack[-2] = loaded  # in Python 3.13 below the NULL
+
+
+def _edits(method: str) -> bool:
+    """Returns whether a method edits a container, array or tensor."""
+    if method in _EDITING:
+        return True
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    return method.endswith("_") and hasattr(tensor, method)  # as `copy_`
 
 
 def _as_local(value: Target | None) -> Target | None:

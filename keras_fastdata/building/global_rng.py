@@ -28,8 +28,6 @@ from keras_fastdata.building import mt19937, seeding
 _LOOK_S = 0.05  # between two looks at the holder's stack
 _STUCK_S = 10.0  # at one place, before a holder is assumed to wait
 
-_LONGEST_DRAW_S = 30.0  # of another thread, for which a fork waits
-
 _log = logging.getLogger("keras_fastdata")
 
 
@@ -168,39 +166,9 @@ def release_interrupted() -> None:
         turn.release_all()
 
 
-class _OfFork(threading.local):
-    """The lock of `np.random` that a thread holds while it forks the process.
-
-    Another thread may be drawing at that moment. The child would inherit a
-    locked lock, and its first draw would never return.
-    """
-
-    lock: Any = None
-
-
-_of_fork = _OfFork()
-
-
-def _before_fork() -> None:
-    lock = mt19937.lock()
-    # NumPy 1 has a lock that is not reentrant, and the program may hold it.
-    _of_fork.lock = lock if lock.acquire(timeout=_LONGEST_DRAW_S) else None
-
-
-def _after_fork() -> None:
-    lock, _of_fork.lock = _of_fork.lock, None
-    if lock is not None:
-        lock.release()
-
-
 def _after_fork_in_child() -> None:
     """Drops all locks that this thread does not own."""
-    _after_fork()
     _turns[:] = [turn for turn in _turns if turn.lock._is_owned()] or [_Turn()]
 
 
-_process_role.at_fork(
-    before=_before_fork,
-    after_in_parent=_after_fork,
-    after_in_child=_after_fork_in_child,
-)
+_process_role.at_fork(after_in_child=_after_fork_in_child)

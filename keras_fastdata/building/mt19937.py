@@ -66,11 +66,6 @@ def seed(random_bytes: bytes) -> None:
         np.random.seed(np.frombuffer(random_bytes[:16], np.uint32))
 
 
-def lock() -> Any:
-    """Returns the lock that each draw from `np.random` holds."""
-    return _random.get_bit_generator().lock
-
-
 def state() -> bytes:
     """Returns the state of `np.random`, or `b""` if its format is unknown."""
     return _present().read()

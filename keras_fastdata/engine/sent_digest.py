@@ -19,7 +19,7 @@ import math
 import mmap
 import types
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -128,6 +128,22 @@ def checksum_of(
     return kind, shape, zlib.crc32(values.tobytes())
 
 
+def content_of_tensor(
+    tensor: Any, checksum: Callable[[Any], Any] = checksum_of
+) -> tuple[Any, ...]:
+    """Returns dtype, shape and a checksum of a tensor of PyTorch.
+
+    In place of a checksum, a tensor that is more than numbers in memory has the
+    number of the edits that PyTorch has counted.
+    """
+    memory = array_of(tensor)
+    if memory is not None:
+        return str(tensor.dtype), checksum(memory)
+    is_counted = not tensor.is_inference()
+    edits = tensor._version if is_counted else None  # noqa: SLF001
+    return str(tensor.dtype), tuple(tensor.shape), edits
+
+
 def _crc32(values: Any, step: int) -> int:
     """Returns the checksum of items of a bytearray, or of an array of Python.
 
@@ -224,9 +240,7 @@ class _SentPickler(Pickler):
             identity = None if is_small else _identity(obj)
             return identity, dtype_text(obj.dtype), self._checksum_of(obj)
         if is_tensor(obj):
-            memory = array_of(obj)
-            content = None if memory is None else self._checksum_of(memory)
-            return _identity(obj), str(obj.dtype), content
+            return _identity(obj), content_of_tensor(obj, self._checksum_of)
         if isinstance(obj, _TAKEN_APART) or _is_open(kind):
             return None
         return _identity(obj)

@@ -23,7 +23,7 @@ from keras_fastdata.errors import BatchTimeoutError, LoaderError
 from keras_fastdata.metrics.pool_stats import PoolStats
 from keras_fastdata.metrics.timing import Stopwatch
 from keras_fastdata.metrics.worker_kinds import WorkerKind
-from keras_fastdata.workers import stack_dump
+from keras_fastdata.workers import forks, stack_dump
 from keras_fastdata.workers.base import (
     BatchRequest,
     Builds,
@@ -317,12 +317,14 @@ class _Thread(threading.Thread):
             given_up = self._given_up
         if given_up:
             self._builder.forget(self.ident or 0)
+            forks.forget(self.ident or 0)
         return given_up
 
     def abandon(self) -> None:
         """Abandons the thread, which then ends without `on_worker_stop`."""
         with self._lock:
             self._given_up = True
+        forks.forget(self.ident or 0)
 
     def _stops(self) -> bool:
         with self._lock:
@@ -331,10 +333,12 @@ class _Thread(threading.Thread):
     def run(self) -> None:
         try:
             while (request := self._requests.get()) is not None:
-                if not self.context.run(self._serve, request):
-                    return
+                with forks.held_back():
+                    if not self.context.run(self._serve, request):
+                        return
             if self._stops():
-                self.context.run(self._builder.stop, self._worker)
+                with forks.held_back():
+                    self.context.run(self._builder.stop, self._worker)
         except ReferenceError:
             # The dataset was collected; nobody is waiting.
             return

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
-import time
 import types
 import warnings
 
@@ -227,26 +225,3 @@ def test_torchs_generator_counts_where_nothing_is_warned_of(warns, monkeypatch):
         for _ in range(3):
             monitor.begin()
             monitor.end("Data")
-
-
-def test_a_forked_child_can_draw_while_a_thread_of_the_parent_draws():
-    drawing, forking = threading.Event(), threading.Event()
-
-    def draw_for_long():
-        with np.random.get_bit_generator().lock:
-            drawing.set()
-            forking.wait(60)
-            time.sleep(0.5)  # a fork that does not wait is over by then
-
-    thread = threading.Thread(target=draw_for_long)
-    thread.start()
-    drawing.wait(60)
-    # Hooks run in the reverse order: this one comes before the package's.
-    os.register_at_fork(before=forking.set)
-    if not (pid := os.fork()):
-        lock = np.random.get_bit_generator().lock
-        os._exit(0 if lock.acquire(timeout=5) else 1)
-    thread.join(60)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert np.random.get_bit_generator().lock.acquire(timeout=5)
-    np.random.get_bit_generator().lock.release()

@@ -474,23 +474,59 @@ def test_what_a_build_writes_to_an_array_is_in_the_tensor(method):
 
 
 class Labels(Numbered):
-    """Returns items of a tensor."""
+    """Returns an item of a tensor in each batch."""
 
-    def __init__(self, dtype, **kwargs):
+    def __init__(self, labels, **kwargs):
         super().__init__(length=4, **kwargs)
-        import torch
-
-        self.labels = torch.zeros(2 * MB, dtype=getattr(torch, dtype))
+        self.labels = labels
 
     def __getitem__(self, index):
-        return int(self.labels[index * 1000])
+        return np.array([int(self.labels[index * 1000])])
 
 
 @pytest.mark.backend
-@pytest.mark.parametrize("dtype", ["int64", "bfloat16"])
-def test_processes_receive_an_edit_of_a_tensor(dtype):
+@pytest.mark.parametrize("dtype", ["int64", "bfloat16", "learned"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"workers": 0, "cache": "memory"},
+        {"workers": 2, "cache": "memory"},
+        {"workers": 2, "use_multiprocessing": True},
+    ],
+    ids=["inline cache", "thread cache", "process"],
+)
+def test_batches_are_from_after_an_edit_of_a_tensor(dtype, kind):
+    torch = pytest.importorskip("torch")
+    labels = torch.zeros(2 * MB, dtype=getattr(torch, dtype, None))
+    labels.requires_grad_(dtype == "learned")
+    with Labels(labels, **kind) as dataset:
+        for value in (0, 1, 2):
+            assert [int(batch[0]) for batch in dataset] == [0, 0, value, 0]
+            with torch.no_grad():
+                labels[2000] = value + 1
+
+
+class Filled(Numbered):
+    """Fills a tensor in place, and counts its builds."""
+
+    def __init__(self, **kwargs):
+        super().__init__(length=4, **kwargs)
+        import torch
+
+        self.built = []
+        self.tensor = torch.zeros(3)
+
+    def __getitem__(self, index):
+        self.built.append(index)
+        self.tensor.fill_(index)
+        return self.tensor.numpy().copy()
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_tensor_that_builds_fill_makes_no_cache_invalid(workers):
     pytest.importorskip("torch")
-    with Labels(dtype, workers=2, use_multiprocessing=True) as dataset:
-        assert [*map(int, dataset)] == [0, 0, 0, 0]
-        dataset.labels[2000] = 1
-        assert [*map(int, dataset)] == [0, 0, 1, 0]
+    with Filled(workers=workers, cache="memory") as dataset:
+        for _ in range(3):
+            assert [int(batch[0]) for batch in dataset] == [0, 1, 2, 3]
+        assert sorted(dataset.built) == [0, 1, 2, 3]

@@ -1,0 +1,180 @@
+"""Forks of the training process while worker threads build."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+from samples import Numbered, numbers
+
+from keras_fastdata import BatchTimeoutError
+from keras_fastdata.workers import forks
+
+_forking = threading.Event()  # set when a fork begins
+if hasattr(os, "fork"):
+    # Hooks run in the reverse order: this one comes before the package's.
+    os.register_at_fork(before=_forking.set)
+
+
+class Holds(Numbered):
+    """Holds locks in builds until a fork begins, and for a while longer."""
+
+    def __init__(self, *locks, **kwargs):
+        super().__init__(**kwargs)
+        self.locks, self.building = locks, threading.Event()
+
+    def __getitem__(self, index):
+        if index > 0:
+            for lock in self.locks:
+                lock.acquire()
+            self.building.set()
+            _forking.wait(60)
+            time.sleep(0.2)  # a fork that does not wait is over by then
+            for lock in self.locks:
+                lock.release()
+        return super().__getitem__(index)
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch):
+    _forking.clear()
+    monkeypatch.setattr(forks._builds, "_patience_s", 60.0)
+
+
+@pytest.fixture
+def locks():
+    return threading.Lock(), np.random.get_bit_generator().lock
+
+
+def _status_of_child(run):
+    """Forks; returns the exit status of the child: what `run` returns."""
+    if not (pid := os.fork()):
+        try:
+            os._exit(run())
+        finally:
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _count_locked(locks):
+    return sum(not lock.acquire(timeout=5) for lock in locks)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_fork_waits_for_builds_that_hold_locks(workers, locks):
+    with Holds(*locks, workers=workers) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        assert dataset.building.wait(60)
+        assert _status_of_child(lambda: _count_locked(locks)) == 0
+        assert numbers(batches) == [*range(1, 10)]
+
+
+class ForksAfterEpochs(keras.callbacks.Callback):
+    """Takes locks in a pool of processes while the next epoch is built."""
+
+    def __init__(self, locks):
+        global _locks
+        super().__init__()
+        _locks, self.found = locks, []
+
+    def on_epoch_end(self, epoch, logs=None):
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            self.found.append(pool.apply(_count_locked_of_callback))
+
+
+_locks = ()
+
+
+def _count_locked_of_callback():
+    return _count_locked(_locks)
+
+
+@pytest.mark.backend
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+def test_a_callback_may_use_a_pool_of_forked_processes(locks):
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    _forking.set()  # no build waits for a fork
+    callback = ForksAfterEpochs(locks)
+    with Holds(*locks, workers=1, length=3) as dataset:
+        model.fit(dataset, epochs=3, verbose=0, callbacks=[callback])
+    assert callback.found == [0, 0, 0]
+
+
+class Forks(Numbered):
+    """Forks in each build, in two threads at the same time."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.statuses, self.both = [], threading.Barrier(2)
+
+    def __getitem__(self, index):
+        self.both.wait(60)
+        self.statuses.append(_status_of_child(lambda: 7))
+        return super().__getitem__(index)
+
+
+def test_builds_that_fork_do_not_wait_for_each_other():
+    with Forks(workers=2, length=8) as dataset:
+        assert numbers(dataset) == [*range(8)]
+    assert dataset.statuses == [7] * 8
+
+
+class Waits(Numbered):
+    """Waits in the build of batch 1 until the program lets it go on."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.building, self.may_end = threading.Event(), threading.Event()
+
+    def __getitem__(self, index):
+        if index == 1:
+            self.building.set()
+            self.may_end.wait(60)
+        return super().__getitem__(index)
+
+
+def test_forks_wait_only_once_for_a_build_that_takes_long(monkeypatch, caplog):
+    monkeypatch.setattr(forks._builds, "_patience_s", 0.2)
+    monkeypatch.setattr(forks, "_AFTERWARDS_S", 0.0)
+    with Waits(workers=1) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        assert dataset.building.wait(60)
+        for _ in range(2):
+            assert _status_of_child(lambda: 3) == 3
+        dataset.may_end.set()
+        assert numbers(batches) == [*range(1, 10)]
+    said = [r.getMessage() for r in caplog.records]
+    assert [text[:35] for text in said] == [
+        "A fork of this process waited 0.2 s",
+        "A fork of this process waited 0 s f",
+    ]
+
+
+def test_no_fork_waits_for_a_thread_that_was_given_up(caplog):
+    with Waits(workers=1, batch_timeout=0.2) as dataset:
+        with pytest.raises(BatchTimeoutError):
+            numbers(dataset)
+        assert _status_of_child(lambda: 3) == 3
+        dataset.may_end.set()
+    assert "A fork" not in caplog.text
+
+
+def test_a_forked_process_can_build_in_threads_of_its_own():
+    with Numbered(workers=1) as dataset:
+        batches = iter(dataset)
+        next(batches)
+
+        def run():
+            with Numbered(workers=1) as own:
+                return int(numbers(own) != [*range(10)])
+
+        assert _status_of_child(run) == 0
+        assert numbers(batches) == [*range(1, 10)]
