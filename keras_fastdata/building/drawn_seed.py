@@ -43,19 +43,24 @@ def draw_seed(dataset: Any) -> int:
 
     It depends on `random` if that is known to be seeded, or else on `np.random`
     or torch if the program has seeded one of them, or else on `random`. It has
-    a second part if the dataset has generators of NumPy that were given a seed:
-    for these, and from these.
+    further parts if there are generators of NumPy that were given a seed: for
+    these, and from these. Those in globals, which all datasets draw from, do
+    not change the part for those that the dataset has.
     """
-    words: list[int] = []
+    own_words: list[int] = []
+    outside_words: list[int] = []
     search = Search(dataset)
     for held in search.held:
         if held.is_seeded:
             state = search.firsts[held.path].state
             times = _times_drawn.get(owner := held.generator.owner, 0)
+            words = outside_words if held.is_outside else own_words
             words += [int.from_bytes(state), times]
             _times_drawn[owner] = times + 1
-    own = _draw_own_part()
-    return seeding.joined(own, _mixed(words)) if words else own
+    given = _mixed(own_words) if own_words else 0
+    if outside_words:
+        given = seeding.joined(given, _mixed(outside_words))
+    return seeding.joined(_draw_own_part(), given)
 
 
 def is_repeatable() -> bool:

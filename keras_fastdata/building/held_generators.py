@@ -97,8 +97,9 @@ class Held(NamedTuple):
 
     def reseed(self, seed: int, *key: int) -> None:
         """Seeds the random generator for the random stream `key`."""
-        if self.is_seeded:
-            seed = seeding.given_part(seed) or seed
+        if self.is_seeded and (given := seeding.given_part(seed)):
+            own, outside = seeding.own_part(given), seeding.given_part(given)
+            seed = (outside if self.is_outside else own) or given
         self.generator.reseed(seeding.sequence(seed, *key, *self.key))
 
 

@@ -32,14 +32,15 @@ PARTS = 8  # (epoch): `self.epoch_order`
 
 PRIVATE = "_fastdata"  # this package's attribute of a dataset
 
-_OWN_BITS = 64  # of a base seed with two parts
+_OWN_BITS = 64  # of each part of a base seed but the last
 
 
 def joined(own: int, given: int) -> int:
     """Returns a base seed with a part for generators that were given a seed.
 
     So these draw alike where the program gives them the same seed, and all
-    other generators do not.
+    other generators do not. `given` may be joined itself: of a part for those
+    that the dataset has alone, and one for those in globals and classes.
     """
     return given << _OWN_BITS | own
 

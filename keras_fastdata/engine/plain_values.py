@@ -56,6 +56,7 @@ MAPPINGS = (
 _SUBCLASSED: dict[Any, Callable[[Any], Any]] = {
     list: list.__iter__,
     set: set.__iter__,
+    collections.deque: collections.deque.__iter__,
     collections.OrderedDict: collections.OrderedDict.items,
     dict: dict.items,
 }

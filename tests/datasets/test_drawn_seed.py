@@ -109,9 +109,9 @@ class Noisy(HasGenerator):
         return super().__getitem__(index), np.random.random(2)
 
 
-def parts_of(thing, **place):
-    """Returns the draws of the generators, and those of `np.random`."""
-    epochs = epochs_of(Noisy(thing, **place))
+def parts_of(thing, kind=Noisy, **place):
+    """Returns the draws of the generators, and the other ones."""
+    epochs = epochs_of(kind(thing, **place))
     return [[batch[n] for e in epochs for batch in e] for n in range(2)]
 
 
@@ -137,6 +137,24 @@ def test_datasets_with_generators_of_one_seed_share_no_other_draws(place):
     )
     assert equal([x[:2] for x in images], [x[:2] for x in masks])
     assert not any(map(equal, [x[2:] for x in images], [x[2:] for x in masks]))
+    assert not any(map(equal, noise, other))
+
+
+class DrawsOfOwnAndGlobal(HasGenerator):
+    def __getitem__(self, index):
+        return super().__getitem__(index), RNG.random(2)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_seeded_generator_in_a_global_changes_no_draws_of_the_datasets_own(
+    place, monkeypatch
+):
+    monkeypatch.setitem(globals(), "RNG", np.random.default_rng(7))
+    (images, noise), (masks, other) = (
+        parts_of(np.random.default_rng(3), DrawsOfOwnAndGlobal, **place)
+        for _ in range(2)
+    )
+    assert equal(images, masks)
     assert not any(map(equal, noise, other))
 
 

@@ -125,6 +125,33 @@ class Bag(list):
     """Has items."""
 
 
+# Classes of a user's that derive from a container, by the name of that.
+SUBCLASSES = {
+    base.__name__: type(f"My{base.__name__}", (base,), {"__module__": __name__})
+    for base in (
+        *(list, set, dict, collections.deque, collections.OrderedDict),
+        *(collections.defaultdict, collections.Counter),
+        *(collections.UserList, collections.UserDict),
+    )
+}
+globals().update({kind.__name__: kind for kind in SUBCLASSES.values()})
+
+
+def add_number(container, number):
+    """Adds a number to a container."""
+    if isinstance(container, set):
+        container.add(number)
+    elif isinstance(container, (dict, collections.UserDict)):
+        container[number] = number
+    else:
+        container.append(number)
+
+
+def greatest_in(container, _):
+    """Returns the greatest item of a container, or the greatest key."""
+    return max(container)
+
+
 Row = collections.namedtuple("Row", ["options"])
 
 

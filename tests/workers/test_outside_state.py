@@ -35,12 +35,15 @@ import pandas as pd
 import pytest
 from outside_holders import (
     SIZES,
+    SUBCLASSES,
     Exclusive,
     Level,
     OfVariable,
     Refusing,
     SetUp,
+    add_number,
     factor_of,
+    greatest_in,
     held_by,
     holders_of_a_number,
     holding,
@@ -1305,6 +1308,18 @@ def test_what_the_program_edits_is_found_wherever_it_is(name, place, cache):
     with Holds(0, lambda *_: read(), cache=cache, **kinds) as dataset:
         for number in (1, 2):
             change(number)
+            assert [int(batch) for batch in dataset] == [number] * 3
+
+
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize("place", ["thread", "process"])
+@pytest.mark.parametrize("name", SUBCLASSES)
+def test_an_edit_of_a_container_of_the_users_class_is_seen(name, place, cache):
+    held = SUBCLASSES[name]()
+    kinds = EVERY_KIND[place]
+    with Holds(held, greatest_in, cache=cache, **kinds) as dataset:
+        for number in range(3):
+            add_number(held, number)
             assert [int(batch) for batch in dataset] == [number] * 3
 
 
