@@ -273,10 +273,10 @@ class _Scan:
 
 def _edits(method: str) -> bool:
     """Returns whether a method edits a container, array or tensor."""
-    if method in _EDITING:
-        return True
+    if method.startswith("_") or not method.endswith("_"):
+        return method in _EDITING
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    return method.endswith("_") and hasattr(tensor, method)  # as `copy_`
+    return hasattr(tensor, method)  # as `copy_`
 
 
 def _as_local(value: Target | None) -> Target | None:

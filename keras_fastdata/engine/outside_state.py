@@ -50,7 +50,7 @@ from keras_fastdata.engine import (
 from keras_fastdata.engine.framework_settings import SettingsByModule
 from keras_fastdata.engine.outside_values import FirstValues, OutsideValues
 from keras_fastdata.engine.seen_variable import SeenVariable
-from keras_fastdata.engine.sent_digest import digest_of
+from keras_fastdata.engine.sent_digest import Digest, digest_of
 from keras_fastdata.engine.telling import (
     LostVariables,
     is_inside,
@@ -98,7 +98,7 @@ class OutsideState:
         self._error_state: dict[str, Any] = dict(np.geterr())
         self._lost = LostVariables()
         # Of what is sent; `None` where the builds see all changes themselves.
-        self._digest: bytes | None = None
+        self._digest: Digest | None = None
         self._dataset: Callable[[], Any] = lambda: None
         # How many builds had begun in this process by `look`.
         self._builds = 0
@@ -174,7 +174,8 @@ class OutsideState:
             self._settings(), {}, {}, {}, self._is_strict, sources, scripts()
         )
         self._seen = []
-        is_quick = self._is_in_directory or self._digest is not None
+        is_covered = self._digest is not None and self._digest.is_whole
+        is_quick = self._is_in_directory or is_covered
         most_bytes = _FEW_BYTES if is_quick else None
         for variable in _variables_of(dataset):
             with _looking():

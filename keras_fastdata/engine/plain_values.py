@@ -30,7 +30,7 @@ from keras_fastdata.building.assignments import is_by_value
 from keras_fastdata.building.attributes import first_items
 from keras_fastdata.building.variables import NAMESPACES
 from keras_fastdata.engine.sent_digest import checksum_of, content_of_tensor
-from keras_fastdata.memory.tensors import is_tensor
+from keras_fastdata.memory.tensors import as_plain_tensor
 
 _MOST_ITEMS = 1000  # of a plain value, in all; so many bytes are one
 _BYTES_PER_ITEM = 64
@@ -151,9 +151,9 @@ def content_of(value: Any, most_bytes: int | None = None) -> Any:
         return value.shape, first_items(value.flat)  # new texts each time
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
         return Items(value.size, first_items(value.flat))
-    if is_tensor(value):
+    if (tensor := as_plain_tensor(value)) is not None:
         return content_of_tensor(
-            value, lambda memory: checksum_of(memory, most_bytes)
+            tensor, lambda memory: checksum_of(memory, most_bytes)
         )
     is_array = isinstance(value, (np.ndarray, array.array, bytearray))
     return checksum_of(value, most_bytes) if is_array else None

@@ -20,7 +20,7 @@ import mmap
 import types
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,11 +36,11 @@ from keras_fastdata.memory import checksum, rebuilt_classes
 from keras_fastdata.memory.limited_stream import LimitedStream, LimitError
 from keras_fastdata.memory.reducers import Pickler
 from keras_fastdata.memory.shared_arrays import owner_of
-from keras_fastdata.memory.tensors import array_of, is_tensor
+from keras_fastdata.memory.tensors import array_of, as_plain_tensor
 
 _MOST_ITEMS = 1_000  # of a container that is looked at
 _MOST_OWN_ITEMS = 100  # of a larger one in an attribute of the dataset
-_MOST_CHARACTERS = 10_000  # of a text
+_MOST_CHARACTERS = 100  # of a text that is pickled
 _MOST_BYTES = 1 << 26  # of arrays that are read whole
 _MOST_SAMPLED = 1 << 16  # items of a larger array
 _BYTES_OF_SAMPLE = 1 << 20  # at most, of these items
@@ -48,7 +48,7 @@ _COST_OF_SAMPLE = 1 << 22  # bytes that could be read whole in the same time
 _FEW_BYTES = 1_000  # of an array whose identity does not count
 _FEW_IN_FILE = 1 << 20  # bytes of a map that may be read
 
-_TEXTS = (str, bytes, bytearray)
+_TEXTS = (str, bytes)
 _SCALARS = (int, float, complex, types.NoneType, np.generic)
 _CONTAINERS = {
     *(list, tuple, dict, set, frozenset),
@@ -73,24 +73,32 @@ _OPEN = (
 _log = logging.getLogger("keras_fastdata")
 
 
-def digest_of(dataset: Any) -> bytes | None:
+class Digest(NamedTuple):
+    """A digest of what travels with a dataset."""
+
+    content: bytes
+    is_whole: bool  # whether no limit was reached
+
+
+def digest_of(dataset: Any) -> Digest | None:
     """Returns the digest; `None` if something cannot be pickled.
 
     It is that of the data and the code, up to a limit for each.
     """
     data = _SentPickler(None)
     try:
-        if data.is_cut_short(dataset):  # there may be more code
+        is_whole = not data.is_cut_short(dataset)
+        if not is_whole:  # there may be more code
             data = _SentPickler(None, has_data=False)
             data.is_cut_short(dataset)
         # Globals may hold the dataset.
         code = _SentPickler(dataset)
-        code.is_cut_short(data.code)
+        is_whole &= not code.is_cut_short(data.code)
     except Exception:
         # Objects of the user's may refuse to be looked into.
         _log.debug("What travels with a dataset:", exc_info=True)
         return None
-    return data.digest + code.digest
+    return Digest(data.digest + code.digest, is_whole)
 
 
 def checksum_of(
@@ -222,7 +230,8 @@ class _SentPickler(Pickler):
         elif obj is self._dataset:
             return _identity(obj)
         if kind in _TEXTS:
-            return _identity(obj) if len(obj) > _MOST_CHARACTERS else None
+            is_long = len(obj) > _MOST_CHARACTERS
+            return (kind.__name__, hash(obj)) if is_long else None
         if kind in _CONTAINERS:
             if len(obj) <= _MOST_ITEMS:
                 return None
@@ -231,7 +240,7 @@ class _SentPickler(Pickler):
             if self._dataset is None:
                 del items[_MOST_OWN_ITEMS:]
             return _identity(obj), items
-        if kind is array.array:
+        if kind is array.array or kind is bytearray:
             return _identity(obj), checksum_of(obj)
         if isinstance(obj, np.ndarray):
             is_small = obj.nbytes <= _FEW_BYTES
@@ -239,8 +248,8 @@ class _SentPickler(Pickler):
                 return None
             identity = None if is_small else _identity(obj)
             return identity, dtype_text(obj.dtype), self._checksum_of(obj)
-        if is_tensor(obj):
-            return _identity(obj), content_of_tensor(obj, self._checksum_of)
+        if (tensor := as_plain_tensor(obj)) is not None:
+            return _identity(obj), content_of_tensor(tensor, self._checksum_of)
         if isinstance(obj, _TAKEN_APART) or _is_open(kind):
             return None
         return _identity(obj)
@@ -291,7 +300,7 @@ def _is_data(value: Any) -> bool:
         return all(map(_is_data, parts))
     if isinstance(value, np.ndarray):
         return not value.dtype.hasobject
-    return kind in _TEXTS or isinstance(value, _SCALARS)
+    return kind in (*_TEXTS, bytearray) or isinstance(value, _SCALARS)
 
 
 def _is_open(kind: type) -> bool:

@@ -21,6 +21,21 @@ def is_tensor(obj: Any) -> bool:
     return type(obj).__name__ == "Tensor" and type(obj).__module__ == "torch"
 
 
+def as_plain_tensor(obj: Any) -> Any:
+    """Returns a tensor, also one of a subclass, as one of no subclass.
+
+    Returns `None` for other objects.
+    """
+    if is_tensor(obj):
+        return obj
+    torch = sys.modules.get("torch")
+    kind = getattr(torch, "Tensor", None)
+    if torch is None or kind is None or not isinstance(obj, kind):
+        return None
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        return obj.as_subclass(kind)
+
+
 def is_left_to_pytorch(tensor: Any) -> bool:
     """Returns whether PyTorch pickles a tensor that shares no memory.
 

@@ -1466,7 +1466,9 @@ def test_what_was_asked_of_the_device_is_awaited_before_validation(
     )
     # Of the last epoch: in the first, TensorFlow wants to know the signature.
     kinds = [kind for kind, _ in itertools.groupby(events)]
-    assert kinds[-4:-1] == ["training", "awaited", "validation"]
+    last = max(n for n, kind in enumerate(kinds) if kind == "training")
+    # It may be awaited amid the validation as well.
+    assert kinds[last : last + 3] == ["training", "awaited", "validation"]
 
 
 @on_each_backend

@@ -2113,6 +2113,23 @@ def test_arrays_are_read_whole_up_to_a_limit_for_all_of_them(monkeypatch):
     assert sent_digest.digest_of(dataset) == before
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        [f"review {n} was a good film " * 60 for n in range(800)],
+        [[*range(n, n + 1000)] for n in range(1000)],
+    ],
+    ids=["texts", "numbers"],
+)
+def test_much_data_before_an_array_hides_no_edit_of_it(before):
+    scores = np.zeros(300_000)
+    held = {"before": before, "scores": scores}
+    with Holds(held, lambda held, _: held["scores"][1], **PROCESSES) as dataset:
+        for number in range(3):
+            scores[1] = number
+            assert [int(batch) for batch in dataset] == [number] * 3
+
+
 class HasName:
     name = 1
 

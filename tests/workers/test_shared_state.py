@@ -473,6 +473,10 @@ def test_what_a_build_writes_to_an_array_is_in_the_tensor(method):
         assert [int(batch[0, 0]) for batch in dataset] == [0, 1, 2, 3]
 
 
+def _tensors_of_mine(torch):
+    return type("MyTensor", (torch.Tensor,), {})
+
+
 class Labels(Numbered):
     """Returns an item of a tensor in each batch."""
 
@@ -485,7 +489,7 @@ class Labels(Numbered):
 
 
 @pytest.mark.backend
-@pytest.mark.parametrize("dtype", ["int64", "bfloat16", "learned"])
+@pytest.mark.parametrize("dtype", ["int64", "bfloat16", "learned", "mine"])
 @pytest.mark.parametrize(
     "kind",
     [
@@ -499,6 +503,8 @@ def test_batches_are_from_after_an_edit_of_a_tensor(dtype, kind):
     torch = pytest.importorskip("torch")
     labels = torch.zeros(2 * MB, dtype=getattr(torch, dtype, None))
     labels.requires_grad_(dtype == "learned")
+    if dtype == "mine":  # as those of torchvision
+        labels = labels.as_subclass(_tensors_of_mine(torch))
     with Labels(labels, **kind) as dataset:
         for value in (0, 1, 2):
             assert [int(batch[0]) for batch in dataset] == [0, 0, value, 0]

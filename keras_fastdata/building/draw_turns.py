@@ -1,0 +1,62 @@
+"""Has worker threads take turns if builds draw from Keras's seed generators.
+
+A `keras.random.SeedGenerator`, as random layers have one, reads its state and
+then assigns the next: two threads that do so at once draw the same numbers.
+Generators of NumPy, Python and PyTorch lock themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_LONGEST_TURN_S = 60.0  # of another thread, which may never end
+
+Generators = Callable[[], list[Any]]
+
+
+class _Draws(enum.Enum):
+    """Whether builds draw from such generators; a draw is never forgotten."""
+
+    UNKNOWN = enum.auto()  # no build has ended
+    NEVER_SEEN = enum.auto()
+    SEEN = enum.auto()
+
+
+class DrawTurns:
+    """Lets one thread build at a time, if any build draws.
+
+    Args:
+        generators: Returns the wrappers of Keras's seed generators that the
+            builds may draw from.
+    """
+
+    def __init__(self, generators: Generators) -> None:
+        self._generators = generators
+        self._finding, self._turn = threading.Lock(), threading.Lock()
+        self._draws = _Draws.UNKNOWN
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Waits for the turn of this thread; it ends with the `with` block."""
+        with self._finding:
+            found = self._generators()
+        if not found:
+            yield
+            return
+        has_turn = self._draws is not _Draws.NEVER_SEEN and (
+            self._turn.acquire(timeout=_LONGEST_TURN_S)
+        )
+        before = [generator.state() for generator in found]
+        try:
+            yield
+        finally:
+            if before != [generator.state() for generator in found]:
+                self._draws = _Draws.SEEN
+            elif self._draws is _Draws.UNKNOWN:
+                self._draws = _Draws.NEVER_SEEN
+            if has_turn:
+                self._turn.release()

@@ -1,0 +1,66 @@
+"""Worker threads that draw from generators of Keras, which do not lock."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+from samples import Numbered, numbers
+
+pytestmark = pytest.mark.backend
+
+
+class Slow(keras.random.SeedGenerator):
+    """Takes its time between reading its state and assigning the next."""
+
+    def next(self, ordered=True):
+        state = np.asarray(self.state)
+        time.sleep(0.01)
+        self.state.assign(state + np.array([0, 1], state.dtype))
+        return state
+
+
+class Draws(Numbered):
+    """Draws in each build from a batch on."""
+
+    def __init__(self, first, **kwargs):
+        super().__init__(length=20, **kwargs)
+        self.first = first
+        self.generator = Slow(4)
+
+    def __getitem__(self, index):
+        if index < self.first:
+            return np.array([-1, index])
+        return np.array(self.generator.next())
+
+
+@pytest.mark.parametrize("first", [0, 9])
+def test_threads_draw_no_number_twice_from_a_generator_of_keras(first):
+    with Draws(first, workers=3) as dataset:
+        drawn = [tuple(batch.tolist()) for batch in dataset]
+        # Whether builds draw is known once one has drawn.
+        drawn += [tuple(batch.tolist()) for batch in dataset]
+    later = drawn if not first else drawn[20 + first :]
+    assert len(set(later)) == len(later)
+
+
+class Meets(Numbered):
+    """Has a generator, and lets two builds begin before either ends."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.generator = keras.random.SeedGenerator(4)
+        self.both = threading.Barrier(2)
+
+    def __getitem__(self, index):
+        if index > 1:
+            self.both.wait(60)
+        return super().__getitem__(index)
+
+
+def test_threads_build_at_once_if_they_do_not_draw_from_it():
+    with Meets(workers=2) as dataset:
+        assert numbers(dataset) == [*range(10)]
