@@ -45,6 +45,7 @@ from keras_fastdata.building.variables import ABSENT, Variable
 from keras_fastdata.engine import (
     framework_settings,
     module_sources,
+    sent_digest,
     slow_descriptions,
 )
 from keras_fastdata.engine.framework_settings import SettingsByModule
@@ -61,8 +62,7 @@ from keras_fastdata.engine.telling import (
 from keras_fastdata.engine.told_forms import can_be_told
 from keras_fastdata.engine.told_state import NOTHING_TOLD, StateLostError, Told
 
-# Of an array that is read whole, where a digest covers those of the dataset, or
-# where it is compared for each batch. Workers are told of no larger ones.
+# Of an array that is always read whole. Workers are told of no larger ones.
 _FEW_BYTES = 1 << 20
 
 _log = logging.getLogger("keras_fastdata")
@@ -175,13 +175,15 @@ class OutsideState:
         )
         self._seen = []
         is_covered = self._digest is not None and self._digest.is_whole
+        # With a directory, they are compared for each batch.
         is_quick = self._is_in_directory or is_covered
-        most_bytes = _FEW_BYTES if is_quick else None
+        left = 0 if is_quick else sent_digest.MOST_BYTES  # to read whole
         for variable in _variables_of(dataset):
             with _looking():
-                self._seen.append(
-                    SeenVariable(variable, variable.value, most_bytes)
-                )
+                value, most = variable.value, max(left, _FEW_BYTES)
+                self._seen.append(SeenVariable(variable, value, most))
+                if _FEW_BYTES < (size := sent_digest.size_of(value)) <= left:
+                    left -= size
                 tell(variable, told, self._lost)
         has_changed = module_sources.import_changes().has
         told.changed.update(

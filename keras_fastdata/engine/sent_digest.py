@@ -41,7 +41,7 @@ from keras_fastdata.memory.tensors import array_of, as_plain_tensor
 _MOST_ITEMS = 1_000  # of a container that is looked at
 _MOST_OWN_ITEMS = 100  # of a larger one in an attribute of the dataset
 _MOST_CHARACTERS = 100  # of a text that is pickled
-_MOST_BYTES = 1 << 26  # of arrays that are read whole
+MOST_BYTES = 1 << 26  # of arrays that are read whole
 _MOST_SAMPLED = 1 << 16  # items of a larger array
 _BYTES_OF_SAMPLE = 1 << 20  # at most, of these items
 _COST_OF_SAMPLE = 1 << 22  # bytes that could be read whole in the same time
@@ -53,6 +53,14 @@ _SCALARS = (int, float, complex, types.NoneType, np.generic)
 _CONTAINERS = {
     *(list, tuple, dict, set, frozenset),
     *(collections.deque, collections.OrderedDict, collections.defaultdict),
+}
+# What reads the items of a container, whatever the methods of its class do.
+_ITERATED: dict[Any, Callable[[Any], Any]] = {
+    dict: dict.items,
+    **{
+        base: base.__iter__
+        for base in (list, tuple, set, frozenset, collections.deque)
+    },
 }
 # Objects that pickle takes apart without a method of the user's.
 _TAKEN_APART = (
@@ -111,7 +119,7 @@ def checksum_of(
     and for one of over 1 MiB in a file that is mapped into memory.
     """
     if most_bytes is None:
-        most_bytes = _MOST_BYTES
+        most_bytes = MOST_BYTES
     if not isinstance(values, np.ndarray):  # a bytearray, or of `array`
         itemsize = getattr(values, "itemsize", 1)
         step = _step_through(len(values), itemsize, most_bytes)
@@ -134,6 +142,16 @@ def checksum_of(
         flat = values.reshape(-1) if values.flags.c_contiguous else values.flat
         values = flat[::step]
     return kind, shape, zlib.crc32(values.tobytes())
+
+
+def size_of(value: Any) -> int:
+    """Returns the bytes of an array or a tensor, and 0 of anything else."""
+    if isinstance(value, (bytearray, array.array)):
+        return len(value) * getattr(value, "itemsize", 1)
+    if isinstance(value, np.ndarray) or as_plain_tensor(value) is not None:
+        size: int = value.nbytes
+        return size
+    return 0
 
 
 def content_of_tensor(
@@ -201,7 +219,7 @@ class _SentPickler(Pickler):
         self._code: dict[int, tuple[int, Any]] = {}  # by id, each numbered
         self._dataset = dataset
         self._has_data = has_data
-        self._left = _MOST_BYTES  # of arrays to read
+        self._left = MOST_BYTES  # of arrays to read
 
     @property
     def code(self) -> list[Any]:
@@ -271,11 +289,12 @@ class _SentPickler(Pickler):
                 for name, value in _parts_of(obj)
                 if self._has_data or not _is_data(value)
             ]
-            items: Any = ()
-            if isinstance(obj, dict):
-                items = first_items(dict.items(obj))
-            elif isinstance(obj, (list, tuple)):
-                items = first_items(obj)
+            items = [
+                item
+                for base, items_of in _ITERATED.items()
+                if isinstance(obj, base)
+                for item in first_items(items_of(obj))
+            ]
             return _nothing, (kind, parts, items)
         return super().reducer_override(obj)
 

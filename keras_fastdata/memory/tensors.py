@@ -32,7 +32,7 @@ def as_plain_tensor(obj: Any) -> Any:
     kind = getattr(torch, "Tensor", None)
     if torch is None or kind is None or not isinstance(obj, kind):
         return None
-    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+    with torch._C.DisableTorchFunctionSubclass():
         return obj.as_subclass(kind)
 
 

@@ -2091,13 +2091,13 @@ def test_an_edit_of_a_large_array_reaches_workers(name, place):
 def test_an_edit_of_a_part_of_an_array_beyond_the_limit_reaches_workers(
     name, place, monkeypatch
 ):
-    monkeypatch.setattr(sent_digest, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(sent_digest, "MOST_BYTES", 1 << 20)
     make, edit = _LARGE_ARRAYS[name]
     _assert_that_an_edit_reaches_workers(make(), edit, place)
 
 
 def test_arrays_are_read_whole_up_to_a_limit_for_all_of_them(monkeypatch):
-    monkeypatch.setattr(sent_digest, "_MOST_BYTES", 12 << 20)
+    monkeypatch.setattr(sent_digest, "MOST_BYTES", 12 << 20)
     arrays = [np.zeros(1 << 20) for _ in range(4)]  # 8 MiB each
     dataset = Holds(arrays, lambda *_: 0)
     before = sent_digest.digest_of(dataset)
@@ -2111,6 +2111,24 @@ def test_arrays_are_read_whole_up_to_a_limit_for_all_of_them(monkeypatch):
     before = sent_digest.digest_of(dataset)
     arrays[3][:] = 1  # nothing is left to read it
     assert sent_digest.digest_of(dataset) == before
+
+
+def test_threads_read_arrays_whole_up_to_a_limit_for_all_of_them(monkeypatch):
+    monkeypatch.setattr(sent_digest, "MOST_BYTES", 12 << 20)
+    arrays = [np.zeros(1 << 20) for _ in range(3)]  # 8 MiB each
+    small = [np.zeros(1 << 17) for _ in range(9)]  # 1 MiB each
+    dataset, state = Holds([*arrays, *small], lambda *_: 0), OutsideState()
+
+    def is_noticed(edited, where):
+        state.look(dataset, is_shared=True, is_here=True)
+        assert not state.notice_changes()
+        edited[where] = 1
+        return bool(state.notice_changes())
+
+    assert is_noticed(arrays[0], 1)
+    assert not is_noticed(arrays[2], 1)  # between two items of a sample
+    assert is_noticed(arrays[2], slice(None))
+    assert is_noticed(small[8], 1)
 
 
 @pytest.mark.parametrize(
