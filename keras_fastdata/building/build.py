@@ -19,7 +19,6 @@ from keras_fastdata.building import (
 )
 from keras_fastdata.building.build_context import Context, Empty
 from keras_fastdata.building.draw_turns import DrawTurns
-from keras_fastdata.building.generator_wrappers import KerasSeedGenerator
 from keras_fastdata.building.global_rng import preserved_globals
 from keras_fastdata.building.interface import Dataset
 from keras_fastdata.building.rng_monitor import GlobalRngMonitor, positions
@@ -131,7 +130,7 @@ class Builder:
         self._private = private
         self._own_generators = Generators(firsts)
         self._rng_monitor: GlobalRngMonitor | None = None
-        self._turns = DrawTurns(self._seed_generators)
+        self._turns = DrawTurns(self._held if threads > 1 else list)
         if threads:
             self._rng_monitor = GlobalRngMonitor(warns=observer is None)
         self._former: list[Dataset] = []
@@ -356,14 +355,6 @@ class Builder:
         seeding.reseed_globals(seed, seeding.GLOBALS, epoch, index)
         if interface.overrides(dataset, "reseed"):
             dataset.reseed(seeding.sequence(seed, seeding.USER, epoch, index))
-
-    def _seed_generators(self) -> list[KerasSeedGenerator]:
-        """Returns Keras's seed generators, if several threads may draw."""
-        return [
-            held.generator
-            for held in (self._held() if self._threads > 1 else ())
-            if isinstance(held.generator, KerasSeedGenerator)
-        ]
 
     def _held(self) -> list[held_generators.Held]:
         return self._generators.held(self.dataset)

@@ -11,11 +11,11 @@ import contextlib
 import enum
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+
+from keras_fastdata.building.generator_wrappers import KerasSeedGenerator
+from keras_fastdata.building.held_generators import Held
 
 _LONGEST_TURN_S = 60.0  # of another thread, which may never end
-
-Generators = Callable[[], list[Any]]
 
 
 class _Draws(enum.Enum):
@@ -30,12 +30,11 @@ class DrawTurns:
     """Lets one thread build at a time, if any build draws.
 
     Args:
-        generators: Returns the wrappers of Keras's seed generators that the
-            builds may draw from.
+        held: Returns the random generators that the builds may draw from.
     """
 
-    def __init__(self, generators: Generators) -> None:
-        self._generators = generators
+    def __init__(self, held: Callable[[], list[Held]]) -> None:
+        self._held = held
         self._finding, self._turn = threading.Lock(), threading.Lock()
         self._draws = _Draws.UNKNOWN
 
@@ -43,7 +42,8 @@ class DrawTurns:
     def turn(self) -> Iterator[None]:
         """Waits for the turn of this thread; it ends with the `with` block."""
         with self._finding:
-            found = self._generators()
+            generators = [held.generator for held in self._held()]
+        found = [g for g in generators if isinstance(g, KerasSeedGenerator)]
         if not found:
             yield
             return
