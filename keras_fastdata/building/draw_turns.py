@@ -42,8 +42,12 @@ class DrawTurns:
     def turn(self) -> Iterator[None]:
         """Waits for the turn of this thread; it ends with the `with` block."""
         with self._finding:
-            generators = [held.generator for held in self._held()]
-        found = [g for g in generators if isinstance(g, KerasSeedGenerator)]
+            found = [
+                held.generator
+                for held in self._held()
+                if isinstance(held.generator, KerasSeedGenerator)
+                and not held.is_of_model
+            ]
         if not found:
             yield
             return

@@ -4,7 +4,8 @@ A forked process has only the thread that forked it. A lock that another thread
 holds at that moment stays locked in the forked process: a lock of the user's,
 that of `np.random`, or those of PyTorch's generators. So a fork waits until no
 worker thread builds, and the next builds wait for the fork. A build that forks
-itself is not waited for, as long as it waits, too.
+itself is not waited for, as long as it waits, too. A fork by a thread that may
+belong to a build, such as that of a pool which the build uses, waits for none.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ class _Builds:
             building = self._building - self._forking - {thread}
             return not building and self._forks_now is None
 
+        is_main = threading.current_thread() is threading.main_thread()
+        if not (is_main or _thread.is_consumer or thread in self._building):
+            return
         with self._changed:
             self._forking.add(thread)
             self._changed.notify_all()
@@ -79,7 +83,19 @@ class _Builds:
             self._changed.notify_all()
 
 
+class _Thread(threading.local):
+    """What is known of each thread."""
+
+    is_consumer = False  # of batches that worker threads build
+
+
+_thread = _Thread()
 _builds = _Builds()
+
+
+def note_consumer() -> None:
+    """Notes that this thread takes batches that worker threads build."""
+    _thread.is_consumer = True
 
 
 @contextlib.contextmanager

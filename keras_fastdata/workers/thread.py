@@ -96,6 +96,7 @@ class ThreadPool(WorkerPool):
         self._results.wait(min(timeout_s, self._watchdog.interval_s))
 
     def collect(self) -> Iterable[LocalResult]:
+        forks.note_consumer()
         kept = []
         for built, seconds in self._results.take():
             self._given -= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 
 import keras
 import numpy as np
@@ -50,9 +51,9 @@ def test_threads_draw_no_number_twice_from_a_generator_of_keras(first):
 class Meets(Numbered):
     """Has a generator, and lets two builds begin before either ends."""
 
-    def __init__(self, **kwargs):
+    def __init__(self, has_generator, **kwargs):
         super().__init__(**kwargs)
-        self.generator = keras.random.SeedGenerator(4)
+        self.has_generator = has_generator
         self.both = threading.Barrier(2)
 
     def __getitem__(self, index):
@@ -62,5 +63,17 @@ class Meets(Numbered):
 
 
 def test_threads_build_at_once_if_they_do_not_draw_from_it():
-    with Meets(workers=2) as dataset:
+    generator = keras.random.SeedGenerator(4)
+    with Meets(generator, workers=2) as dataset:
+        assert numbers(dataset) == [*range(10)]
+
+
+def test_threads_build_at_once_while_their_model_is_trained():
+    layers = [keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse")
+    generator = weakref.ref(layers[0].seed_generator)
+    with Meets(model, workers=2) as dataset:
+        # Draws while two builds run, as a training step may.
+        dataset.both = threading.Barrier(2, lambda: generator().next())
         assert numbers(dataset) == [*range(10)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import multiprocessing
 import os
 import threading
@@ -107,6 +108,19 @@ def test_a_callback_may_use_a_pool_of_forked_processes(locks):
     assert callback.found == [0, 0, 0]
 
 
+def test_a_fork_by_a_thread_that_trains_waits_as_well(locks):
+    def train():
+        with Holds(*locks, workers=1) as dataset:
+            batches = iter(dataset)
+            next(batches)
+            assert dataset.building.wait(60)
+            assert _status_of_child(lambda: _count_locked(locks)) == 0
+            assert numbers(batches) == [*range(1, 10)]
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(train).result()
+
+
 class Forks(Numbered):
     """Forks in each build, in two threads at the same time."""
 
@@ -124,6 +138,21 @@ def test_builds_that_fork_do_not_wait_for_each_other():
     with Forks(workers=2, length=8) as dataset:
         assert numbers(dataset) == [*range(8)]
     assert dataset.statuses == [7] * 8
+
+
+class ForksInPool(Numbered):
+    """Waits in each build for a thread that forks."""
+
+    def __getitem__(self, index):
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(_status_of_child, lambda: 7).result()
+        return super().__getitem__(index)
+
+
+def test_a_thread_of_a_build_does_not_wait_for_the_build(caplog):
+    with ForksInPool(workers=2) as dataset:
+        assert numbers(dataset) == [*range(10)]
+    assert "A fork" not in caplog.text
 
 
 class Waits(Numbered):
