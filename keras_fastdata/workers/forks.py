@@ -5,13 +5,15 @@ holds at that moment stays locked in the forked process: a lock of the user's,
 that of `np.random`, or those of PyTorch's generators. So a fork waits until no
 worker thread builds, and the next builds wait for the fork. A build that forks
 itself is not waited for, as long as it waits, too. A fork by a thread that may
-belong to a build, such as that of a pool which the build uses, waits for none.
+belong to a build, such as that of a pool which the build uses, waits for none;
+nor does `subprocess`, whose child becomes another program.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -54,7 +56,10 @@ class _Builds:
             return not building and self._forks_now is None
 
         is_main = threading.current_thread() is threading.main_thread()
-        if not (is_main or _thread.is_consumer or thread in self._building):
+        if (
+            not (is_main or _thread.is_consumer or thread in self._building)
+            or sys._getframe(1).f_globals.get("__name__") == "subprocess"
+        ):
             return
         with self._changed:
             self._forking.add(thread)

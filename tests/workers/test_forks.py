@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import multiprocessing
 import os
+import subprocess
 import threading
 import time
 
@@ -185,6 +186,17 @@ def test_forks_wait_only_once_for_a_build_that_takes_long(monkeypatch, caplog):
         "A fork of this process waited 0.2 s",
         "A fork of this process waited 0 s f",
     ]
+
+
+def test_a_fork_that_becomes_another_program_waits_for_no_build(caplog):
+    with Waits(workers=1) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        assert dataset.building.wait(60)
+        assert subprocess.run(["true"], preexec_fn=os.setpgrp).returncode == 0
+        dataset.may_end.set()
+        assert numbers(batches) == [*range(1, 10)]
+    assert "A fork" not in caplog.text
 
 
 def test_no_fork_waits_for_a_thread_that_was_given_up(caplog):
