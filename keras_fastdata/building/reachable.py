@@ -44,6 +44,7 @@ from keras_fastdata.building.code_names import modules_passed_on
 _MOST_VISITED = 20_000  # objects of the dataset, and as many outside
 _MOST_LOOKED_INTO = 100  # containers, also if they hold data alone
 _MOST_DATA = 1_000  # objects in a container that holds data alone
+_MOST_EXAMINED = 1_000_000  # objects in all containers that may hold data alone
 _CONTAINERS = (
     *(dict, list, tuple, set, frozenset, collections.deque, np.ndarray),
 )
@@ -125,6 +126,7 @@ class _WaitingSteps:
         self._named: collections.deque[ReachStep] = collections.deque()
         self._containers: collections.deque[ReachStep] = collections.deque()
         self._kinds: set[type] = set()  # of the objects that were added
+        self._left = _MOST_EXAMINED  # objects in containers
 
     def add(self, step: ReachStep) -> None:
         if isinstance(step.value, _CONTAINERS):
@@ -142,31 +144,39 @@ class _WaitingSteps:
             step = self._containers.popleft()
             count += 1
             is_first = count <= _MOST_LOOKED_INTO
-            if is_first or not _holds_data(step.value, self._kinds):
+            if is_first or not self._holds_data(step.value):
                 yield step
 
+    def _holds_data(self, container: Any) -> bool:
+        """Returns whether a container has only numbers, texts and the like.
 
-def _holds_data(container: Any, kinds: set[type]) -> bool:
-    """Returns whether a container has only numbers, texts and the like in it.
-
-    In containers within as well, and in objects of the user's classes among
-    `kinds`, whose code was searched.
-    """
-    waiting = [container]
-    for value in waiting:  # grows
-        kind: Any = type(value)
-        if kind is dict:
-            items = [*dict.keys(value), *dict.values(value)]
-        elif kind in (list, tuple, set, frozenset):
-            items = first_items(value)
-        elif kind in kinds and is_users_class(kind) and not _may_seed(kind):
-            items = [part for _, part in parts_of(value)]
+        In containers within as well, and in objects of the user's classes among
+        those that were added, whose code was searched. Returns False if there
+        are too many to examine.
+        """
+        waiting = [container]
+        for value in waiting:  # grows
+            kind: Any = type(value)
+            if kind is dict:
+                items = [*dict.keys(value), *dict.values(value)]
+            elif kind in (list, tuple, set, frozenset):
+                items = first_items(value)
+            elif self._is_searched(kind):
+                items = [part for _, part in parts_of(value)]
+            else:
+                break
+            waiting += [item for item in items if type(item) not in _LEAF_TYPES]
+            if len(waiting) > min(_MOST_DATA, self._left):
+                break
         else:
-            return False
-        waiting += [item for item in items if type(item) not in _LEAF_TYPES]
-        if len(waiting) > _MOST_DATA:
-            return False
-    return True
+            self._left -= len(waiting)
+            return True
+        self._left -= len(waiting)
+        return False
+
+    def _is_searched(self, kind: type) -> bool:
+        is_known = kind in self._kinds and is_users_class(kind)
+        return is_known and not _may_seed(kind)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -442,7 +442,7 @@ def test_a_search_is_bounded_and_asks_nothing_of_what_it_meets():
             raise AssertionError
 
     deep = []
-    for _ in range(10_000):
+    for _ in range(100_000):
         deep = [deep]
     dataset = Holds([Asked(), deep, [[]] * 10**6, np.zeros(10**6)], len)
     dataset.rngs = [random.Random(0)]
