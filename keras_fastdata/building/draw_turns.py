@@ -7,10 +7,9 @@ Generators of NumPy, Python and PyTorch lock themselves.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from keras_fastdata.building.generator_wrappers import KerasSeedGenerator
 from keras_fastdata.building.held_generators import Held
@@ -38,9 +37,8 @@ class DrawTurns:
         self._finding, self._turn = threading.Lock(), threading.Lock()
         self._draws = _Draws.UNKNOWN
 
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Waits for the turn of this thread; it ends with the `with` block."""
+    def turn(self) -> DrawTurn:
+        """Returns the turn of this thread, which is a `with` block."""
         with self._finding:
             found = [
                 held.generator
@@ -48,19 +46,49 @@ class DrawTurns:
                 if isinstance(held.generator, KerasSeedGenerator)
                 and not held.is_of_model
             ]
-        if not found:
-            yield
-            return
-        has_turn = self._draws is not _Draws.NEVER_SEEN and (
+        return DrawTurn(self, found)
+
+    def begin(self) -> bool:
+        """Waits for the other threads, if any build may draw.
+
+        Returns whether they wait for this one.
+        """
+        return self._draws is not _Draws.NEVER_SEEN and (
             self._turn.acquire(timeout=_LONGEST_TURN_S)
         )
-        before = [generator.state() for generator in found]
-        try:
-            yield
-        finally:
-            if before != [generator.state() for generator in found]:
-                self._draws = _Draws.SEEN
-            elif self._draws is _Draws.UNKNOWN:
-                self._draws = _Draws.NEVER_SEEN
-            if has_turn:
-                self._turn.release()
+
+    def end(self, *, has_turn: bool, has_drawn: bool) -> None:
+        """Notes whether a build has drawn, and lets the next thread begin."""
+        if has_drawn:
+            self._draws = _Draws.SEEN
+        elif self._draws is _Draws.UNKNOWN:
+            self._draws = _Draws.NEVER_SEEN
+        if has_turn:
+            self._turn.release()
+
+
+class DrawTurn:
+    """The turn of one thread.
+
+    Not `contextlib.contextmanager`, which sets attributes of exceptions.
+    """
+
+    def __init__(
+        self, turns: DrawTurns, generators: list[KerasSeedGenerator]
+    ) -> None:
+        self._turns, self._generators = turns, generators
+        self._has_turn = False
+        self._before: list[list[int]] = []
+
+    def __enter__(self) -> None:
+        if self._generators:
+            self._has_turn = self._turns.begin()
+            self._before = self._states()
+
+    def __exit__(self, *_: object) -> None:
+        if self._generators:
+            has_drawn = self._before != self._states()
+            self._turns.end(has_turn=self._has_turn, has_drawn=has_drawn)
+
+    def _states(self) -> list[list[int]]:
+        return [generator.state() for generator in self._generators]

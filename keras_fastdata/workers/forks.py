@@ -11,13 +11,11 @@ nor does `subprocess`, whose child becomes another program.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import sys
+import subprocess
 import threading
-from collections.abc import Iterator
 
-from keras_fastdata import _process_role
+from keras_fastdata import _call_stack, _process_role
 
 _LONGEST_BUILD_S = 10.0  # for which a fork waits
 _AFTERWARDS_S = 1.0  # for which forks wait once one has waited in vain
@@ -58,7 +56,7 @@ class _Builds:
         is_main = threading.current_thread() is threading.main_thread()
         if (
             not (is_main or _thread.is_consumer or thread in self._building)
-            or sys._getframe(1).f_globals.get("__name__") == "subprocess"
+            or _call_stack.caller(1)[0] == subprocess.__file__
         ):
             return
         with self._changed:
@@ -103,13 +101,16 @@ def note_consumer() -> None:
     _thread.is_consumer = True
 
 
-@contextlib.contextmanager
-def held_back() -> Iterator[None]:
-    """Has forks by other threads wait until the end of a `with` block."""
-    _builds.begin()
-    try:
-        yield
-    finally:
+class held_back:  # noqa: N801 - called like a function
+    """Has forks by other threads wait until the end of a `with` block.
+
+    Not `contextlib.contextmanager`, which sets attributes of exceptions.
+    """
+
+    def __enter__(self) -> None:
+        _builds.begin()
+
+    def __exit__(self, *_: object) -> None:
         _builds.end(threading.get_ident())
 
 
