@@ -81,6 +81,11 @@ class Generators:
         )
         return search.lacks(self._search)
 
+    def held_now(self, dataset: Dataset) -> list[held_generators.Held]:
+        """Returns those of `held`, with what builds have added since."""
+        self.search_after_build(dataset)
+        return self.held(dataset)
+
     def forget(self) -> None:
         """Drops the search result, so that the next build searches again."""
         self._search, self._is_sure = None, False
@@ -130,7 +135,11 @@ class Builder:
         self._private = private
         self._own_generators = Generators(firsts)
         self._rng_monitor: GlobalRngMonitor | None = None
-        self._turns = DrawTurns(self._held if threads > 1 else list)
+        self._turns = DrawTurns(
+            (lambda: self._generators.held_now(self.dataset))
+            if threads > 1
+            else list
+        )
         if threads:
             self._rng_monitor = GlobalRngMonitor(warns=observer is None)
         self._former: list[Dataset] = []

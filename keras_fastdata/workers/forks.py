@@ -55,7 +55,7 @@ class _Builds:
 
         is_main = threading.current_thread() is threading.main_thread()
         if (
-            not (is_main or _thread.is_consumer or thread in self._building)
+            not (is_main or _role.is_consumer or thread in self._building)
             or _call_stack.caller(1)[0] == subprocess.__file__
         ):
             return
@@ -86,19 +86,19 @@ class _Builds:
             self._changed.notify_all()
 
 
-class _Thread(threading.local):
+class _ThreadRole(threading.local):
     """What is known of each thread."""
 
     is_consumer = False  # of batches that worker threads build
 
 
-_thread = _Thread()
+_role = _ThreadRole()
 _builds = _Builds()
 
 
 def note_consumer() -> None:
     """Notes that this thread takes batches that worker threads build."""
-    _thread.is_consumer = True
+    _role.is_consumer = True
 
 
 class held_back:  # noqa: N801 - called like a function

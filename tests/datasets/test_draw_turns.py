@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import types
 import weakref
 
 import keras
@@ -46,6 +47,31 @@ def test_threads_draw_no_number_twice_from_a_generator_of_keras(first):
         drawn += [tuple(batch.tolist()) for batch in dataset]
     later = drawn if not first else drawn[20 + first :]
     assert len(set(later)) == len(later)
+
+
+class MakesLate(Numbered):
+    """Has an object to which the first build gives a generator."""
+
+    def __init__(self, **kwargs):
+        super().__init__(length=20, **kwargs)
+        self.holder = types.SimpleNamespace()
+        self.began = threading.Event()
+
+    def __getitem__(self, index):
+        if index == 0 and not vars(self.holder):
+            assert self.began.wait(60)  # another build, which has searched
+            self.holder.generator = Slow(4)
+        self.began.set()
+        if not vars(self.holder):
+            return np.array([-1, index])
+        return np.array(self.holder.generator.next())
+
+
+def test_a_generator_that_a_build_makes_late_is_found():
+    with MakesLate(workers=2) as dataset:
+        list(dataset)
+        drawn = [tuple(batch.tolist()) for batch in dataset]
+    assert len(set(drawn)) == len(drawn)
 
 
 class Meets(Numbered):
