@@ -136,9 +136,7 @@ class Builder:
         self._own_generators = Generators(firsts)
         self._rng_monitor: GlobalRngMonitor | None = None
         self._turns = DrawTurns(
-            (lambda: self._generators.held_now(self.dataset))
-            if threads > 1
-            else list
+            threads, lambda: self._generators.held_now(self.dataset)
         )
         if threads:
             self._rng_monitor = GlobalRngMonitor(warns=observer is None)

@@ -29,16 +29,19 @@ class DrawTurns:
     """Lets one thread build at a time, if any build draws.
 
     Args:
+        threads: How many threads build.
         held: Returns the random generators that the builds may draw from.
     """
 
-    def __init__(self, held: Callable[[], list[Held]]) -> None:
-        self._held = held
+    def __init__(self, threads: int, held: Callable[[], list[Held]]) -> None:
+        self._threads, self._held = threads, held
         self._finding, self._turn = threading.Lock(), threading.Lock()
         self._draws = _Draws.UNKNOWN
 
     def turn(self) -> DrawTurn:
         """Returns the turn of this thread, which is a `with` block."""
+        if self._threads < 2:
+            return DrawTurn(self, [])
         with self._finding:
             found = [
                 held.generator
