@@ -18,7 +18,6 @@ from keras_fastdata.building import (
     seeding,
 )
 from keras_fastdata.building.build_context import Context, Empty
-from keras_fastdata.building.draw_turns import DrawTurns
 from keras_fastdata.building.global_rng import preserved_globals
 from keras_fastdata.building.interface import Dataset
 from keras_fastdata.building.rng_monitor import GlobalRngMonitor, positions
@@ -81,11 +80,6 @@ class Generators:
         )
         return search.lacks(self._search)
 
-    def held_now(self, dataset: Dataset) -> list[held_generators.Held]:
-        """Returns those of `held`, with what builds have added since."""
-        self.search_after_build(dataset)
-        return self.held(dataset)
-
     def forget(self) -> None:
         """Drops the search result, so that the next build searches again."""
         self._search, self._is_sure = None, False
@@ -135,9 +129,6 @@ class Builder:
         self._private = private
         self._own_generators = Generators(firsts)
         self._rng_monitor: GlobalRngMonitor | None = None
-        self._turns = DrawTurns(
-            threads, lambda: self._generators.held_now(self.dataset)
-        )
         if threads:
             self._rng_monitor = GlobalRngMonitor(warns=observer is None)
         self._former: list[Dataset] = []
@@ -206,8 +197,7 @@ class Builder:
                 self._glance(epoch)
                 self._rng_monitor.begin()
                 try:
-                    with self._turns.turn():
-                        return self._made(context)
+                    return self._made(context)
                 finally:
                     self._glance(epoch)
                     self._rng_monitor.end(type(self.dataset).__name__)

@@ -88,9 +88,6 @@ class Held(NamedTuple):
     is_outside: bool
     generator: GeneratorWrapper  # the generator
     is_seeded: bool = False  # see `First`
-    # Whether it is in a model that is compiled. Training draws from it; builds
-    # only predict with such a model, and do not draw.
-    is_of_model: bool = False
 
     @property
     def name(self) -> str:
@@ -238,16 +235,9 @@ class Search:
         is_outside = step.is_outside or isinstance(
             generator, KerasSeedGenerator
         )
-        is_of_model = any(_is_compiled(one.value) for one in way)
-        held = Held(path, key, is_outside, generator, is_of_model=is_of_model)
-        self.held.append(held)
+        self.held.append(Held(path, key, is_outside, generator))
         if not step.is_outside:
             self._roots[way[-1].name.removeprefix(".")] = way[-1].value
-
-
-def _is_compiled(value: Any) -> bool:
-    """Returns whether an object is a model of Keras that is compiled."""
-    return attributes_of(value).get("compiled") is True
 
 
 def _first_of(generator: GeneratorWrapper, is_known: bool) -> First:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from keras_fastdata.building import build, interface
+from keras_fastdata.building import build, interface, keras_draws
 from keras_fastdata.building.held_generators import Firsts, Search
 from keras_fastdata.building.interface import Dataset
 from keras_fastdata.building.script_names import show_script
@@ -160,6 +160,7 @@ class PoolFactory:
                 return self._create_remote_pool(settings)
         if settings.kind is WorkerKind.INLINE:
             return self.create_inline()
+        keras_draws.take_turns()
         return ThreadPool(
             self._builder(settings.count),
             self._name,
