@@ -29,7 +29,11 @@ from keras_fastdata._modules import is_users_class
 from keras_fastdata.building.assignments import is_by_value
 from keras_fastdata.building.attributes import first_items
 from keras_fastdata.building.variables import NAMESPACES
-from keras_fastdata.engine.sent_digest import checksum_of, content_of_tensor
+from keras_fastdata.engine.sent_digest import (
+    checksum_of,
+    content_of_tensor,
+    size_of,
+)
 from keras_fastdata.memory.tensors import as_plain_tensor
 
 _MOST_ITEMS = 1000  # of a plain value, in all; so many bytes are one
@@ -112,7 +116,7 @@ def _is_small_array(value: Any) -> bool:
     Records may have objects in them, and subclasses more than an array.
     """
     if type(value) in (bytearray, array.array):
-        return len(value) * getattr(value, "itemsize", 1) <= _MOST_BYTES
+        return size_of(value) <= _MOST_BYTES
     return (
         type(value) is np.ndarray
         and value.dtype.kind in "biufcSUmM"
