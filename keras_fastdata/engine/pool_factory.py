@@ -31,7 +31,7 @@ from keras_fastdata.engine.told_results import check_results
 from keras_fastdata.engine.told_state import Told, finish
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.metrics.worker_kinds import WorkerKind
-from keras_fastdata.workers import log_forwarding
+from keras_fastdata.workers import forks, log_forwarding
 from keras_fastdata.workers.base import PoolPlan, WorkerPool
 from keras_fastdata.workers.inline import InlinePool
 from keras_fastdata.workers.portable import requirements
@@ -161,6 +161,7 @@ class PoolFactory:
         if settings.kind is WorkerKind.INLINE:
             return self.create_inline()
         keras_draws.take_turns()
+        forks.wait_for_builds()
         return ThreadPool(
             self._builder(settings.count),
             self._name,

@@ -2,20 +2,24 @@
 
 A forked process has only the thread that forked it. A lock that another thread
 holds at that moment stays locked in the forked process: a lock of the user's,
-that of `np.random`, or those of PyTorch's generators. So a fork waits until no
-worker thread builds, and the next builds wait for the fork. A build that forks
-itself is not waited for, as long as it waits, too. A fork by a thread that may
-belong to a build, such as that of a pool which the build uses, waits for none;
-nor does `subprocess`, whose child becomes another program.
+that of `np.random`, or those of PyTorch's generators. So a fork by a thread
+that trains waits until no worker thread builds, and the next builds wait for
+the fork. Forks by other threads wait for nothing: a build may need them.
+
+The wait is in `os.fork`, and not in a hook of `os.register_at_fork`: Python
+drops what a signal handler raises amid such a hook. `subprocess` does not call
+`os.fork`; its child becomes another program.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-import subprocess
+import os
 import threading
+from typing import Any
 
-from keras_fastdata import _call_stack, _process_role
+from keras_fastdata import _process_role
 
 _LONGEST_BUILD_S = 10.0  # for which a fork waits
 _AFTERWARDS_S = 1.0  # for which forks wait once one has waited in vain
@@ -24,20 +28,25 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class _Builds:
-    """Records which threads build, and which of all threads fork."""
+    """Records which threads build, and which threads fork."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._patience_s = _LONGEST_BUILD_S
         # Identifiers of threads.
         self._building: set[int] = set()
-        self._forking: set[int] = set()  # those that wait to fork as well
-        self._forks_now: int | None = None
+        self._forking: set[int] = set()  # or wait to fork
 
-    def begin(self) -> None:
-        """Records that this thread builds, as soon as no other one forks."""
+    def begin(self, *, is_nested: bool) -> None:
+        """Records that this thread builds, as soon as no other one forks.
+
+        A nested build waits for no fork, since the fork waits for the build
+        that needs the nested one.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: not self._forking, self._patience_s)
+            self._changed.wait_for(
+                lambda: is_nested or not self._forking, self._patience_s
+            )
             self._building.add(threading.get_ident())
 
     def end(self, thread: int) -> None:
@@ -46,49 +55,34 @@ class _Builds:
             self._building.discard(thread)
             self._changed.notify_all()
 
-    def before_fork(self) -> None:
-        thread = threading.get_ident()
-
-        def may_fork() -> bool:
-            building = self._building - self._forking - {thread}
-            return not building and self._forks_now is None
-
-        is_main = threading.current_thread() is threading.main_thread()
-        if (
-            not (is_main or _role.is_consumer or thread in self._building)
-            or _call_stack.caller(1)[0] == subprocess.__file__
-        ):
-            return
+    def hold_back(self) -> None:
+        """Has new builds wait until `let_go`; waits for those that run."""
         with self._changed:
-            self._forking.add(thread)
-            self._changed.notify_all()
+            self._forking.add(threading.get_ident())
             patience_s = self._patience_s
-            waited = self._changed.wait_for(may_fork, patience_s)
-            if not waited:
-                self._patience_s = _AFTERWARDS_S
-            self._forks_now = thread
-        if not waited:
-            _log.warning(
-                "A fork of this process waited %g s for a batch that a worker "
-                "thread builds, and now goes on. A lock that the worker thread "
-                "holds will stay locked in the forked process. Start that "
-                "process with the start method 'spawn', or build the batches "
-                "in worker processes (`use_multiprocessing=True`).",
-                patience_s,
-            )
+            if self._changed.wait_for(lambda: not self._building, patience_s):
+                return
+            self._patience_s = _AFTERWARDS_S
+        _log.warning(
+            "A fork of this process waited %g s for a batch that a worker "
+            "thread builds, and now goes on. A lock that the worker thread "
+            "holds will stay locked in the forked process. Start that "
+            "process with the start method 'spawn', or build the batches "
+            "in worker processes (`use_multiprocessing=True`).",
+            patience_s,
+        )
 
-    def after_fork(self) -> None:
-        thread = threading.get_ident()
+    def let_go(self) -> None:
+        """Lets builds begin again."""
         with self._changed:
-            self._forking.discard(thread)
-            if self._forks_now == thread:
-                self._forks_now = None
+            self._forking.discard(threading.get_ident())
             self._changed.notify_all()
 
 
 class _ThreadRole(threading.local):
     """What is known of each thread."""
 
+    is_worker = False
     is_consumer = False  # of batches that worker threads build
 
 
@@ -96,19 +90,56 @@ _role = _ThreadRole()
 _builds = _Builds()
 
 
+def wait_for_builds() -> None:
+    """Replaces `os.fork`, if that was not done before."""
+    fork: Any = getattr(os, "fork", None)
+    if fork is None or hasattr(fork, "waits_for_builds"):
+        return
+
+    @functools.wraps(fork)
+    def fork_between_builds() -> int:
+        is_main = threading.current_thread() is threading.main_thread()
+        if _role.is_worker or not (is_main or _role.is_consumer):
+            return int(fork())
+        try:
+            _builds.hold_back()
+            return int(fork())
+        finally:
+            _builds.let_go()
+
+    fork_between_builds.waits_for_builds = True  # type: ignore[attr-defined]
+    os.fork = fork_between_builds
+
+
 def note_consumer() -> None:
     """Notes that this thread takes batches that worker threads build."""
     _role.is_consumer = True
+
+
+def note_worker() -> None:
+    """Notes that this thread is a worker."""
+    _role.is_worker = True
+
+
+def is_in_worker() -> bool:
+    """Returns whether this thread is a worker."""
+    return _role.is_worker
 
 
 class held_back:  # noqa: N801 - called like a function
     """Has forks by other threads wait until the end of a `with` block.
 
     Not `contextlib.contextmanager`, which sets attributes of exceptions.
+
+    Args:
+        is_nested: Whether the block serves a build of another worker thread.
     """
 
+    def __init__(self, *, is_nested: bool) -> None:
+        self._is_nested = is_nested
+
     def __enter__(self) -> None:
-        _builds.begin()
+        _builds.begin(is_nested=self._is_nested)
 
     def __exit__(self, *_: object) -> None:
         _builds.end(threading.get_ident())
@@ -119,8 +150,4 @@ def forget(thread: int) -> None:
     _builds.end(thread)
 
 
-_process_role.at_fork(
-    before=_builds.before_fork,
-    after_in_parent=_builds.after_fork,
-    after_in_child=_builds.__init__,  # type: ignore[misc]
-)
+_process_role.at_fork(after_in_child=_builds.__init__)  # type: ignore[misc]

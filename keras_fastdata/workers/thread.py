@@ -277,6 +277,7 @@ class _Thread(threading.Thread):
         self._requests = requests
         self._results = results
         self._cancelled = cancelled
+        self._serves_build = forks.is_in_worker()  # of another dataset
         self._lock = threading.Lock()  # guards the three
         # The request it has, and since when.
         self._assigned: tuple[BatchRequest, float] | None = None
@@ -332,13 +333,14 @@ class _Thread(threading.Thread):
             return not (self._starting or self._given_up)
 
     def run(self) -> None:
+        forks.note_worker()
         try:
             while (request := self._requests.get()) is not None:
-                with forks.held_back():
+                with forks.held_back(is_nested=self._serves_build):
                     if not self.context.run(self._serve, request):
                         return
             if self._stops():
-                with forks.held_back():
+                with forks.held_back(is_nested=self._serves_build):
                     self.context.run(self._builder.stop, self._worker)
         except ReferenceError:
             # The dataset was collected; nobody is waiting.

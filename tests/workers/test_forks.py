@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import multiprocessing
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -17,21 +18,23 @@ from samples import Numbered, numbers
 from keras_fastdata import BatchTimeoutError
 from keras_fastdata.workers import forks
 
-_forking = threading.Event()  # set when a fork begins
-if hasattr(os, "fork"):
-    # Hooks run in the reverse order: this one comes before the package's.
-    os.register_at_fork(before=_forking.set)
+_forking = threading.Event()  # set when a fork begins to wait
 
 
 class Holds(Numbered):
-    """Holds locks in builds until a fork begins, and for a while longer."""
+    """Holds locks in builds until a fork begins, and for a while longer.
+
+    Begins once the program has the first batch, which needs a lock as well.
+    """
 
     def __init__(self, *locks, **kwargs):
         super().__init__(**kwargs)
         self.locks, self.building = locks, threading.Event()
+        self.has_first = threading.Event()
 
     def __getitem__(self, index):
         if index > 0:
+            self.has_first.wait(60)
             for lock in self.locks:
                 lock.acquire()
             self.building.set()
@@ -45,6 +48,13 @@ class Holds(Numbered):
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch):
     _forking.clear()
+    hold_back = forks._builds.hold_back
+
+    def wait():
+        _forking.set()
+        hold_back()
+
+    monkeypatch.setattr(forks._builds, "hold_back", wait)
     monkeypatch.setattr(forks._builds, "_patience_s", 60.0)
 
 
@@ -72,6 +82,7 @@ def test_a_fork_waits_for_builds_that_hold_locks(workers, locks):
     with Holds(*locks, workers=workers) as dataset:
         batches = iter(dataset)
         next(batches)
+        dataset.has_first.set()
         assert dataset.building.wait(60)
         assert _status_of_child(lambda: _count_locked(locks)) == 0
         assert numbers(batches) == [*range(1, 10)]
@@ -105,6 +116,7 @@ def test_a_callback_may_use_a_pool_of_forked_processes(locks):
     _forking.set()  # no build waits for a fork
     callback = ForksAfterEpochs(locks)
     with Holds(*locks, workers=1, length=3) as dataset:
+        dataset.has_first.set()
         model.fit(dataset, epochs=3, verbose=0, callbacks=[callback])
     assert callback.found == [0, 0, 0]
 
@@ -114,6 +126,7 @@ def test_a_fork_by_a_thread_that_trains_waits_as_well(locks):
         with Holds(*locks, workers=1) as dataset:
             batches = iter(dataset)
             next(batches)
+            dataset.has_first.set()
             assert dataset.building.wait(60)
             assert _status_of_child(lambda: _count_locked(locks)) == 0
             assert numbers(batches) == [*range(1, 10)]
@@ -139,6 +152,90 @@ def test_builds_that_fork_do_not_wait_for_each_other():
     with Forks(workers=2, length=8) as dataset:
         assert numbers(dataset) == [*range(8)]
     assert dataset.statuses == [7] * 8
+
+
+class ForksUnderLock(Numbered):
+    """Forks in each build under a lock, which two threads take."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.lock, self.both = threading.Lock(), threading.Barrier(2)
+
+    def __getitem__(self, index):
+        self.both.wait(60)
+        with self.lock:  # such as that of an executor
+            assert _status_of_child(lambda: 7) == 7
+        return super().__getitem__(index)
+
+
+def test_a_build_that_forks_under_a_lock_waits_for_no_other_build(caplog):
+    with ForksUnderLock(workers=2) as dataset:
+        assert numbers(dataset) == [*range(10)]
+    assert "A fork" not in caplog.text
+
+
+class Sums(Numbered):
+    """Adds batches of another dataset, which a thread builds meanwhile."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = Numbered(workers=1, max_queue_size=1, length=40)
+        self.building = threading.Event()
+
+    def __getitem__(self, index):
+        if index == 0:
+            self.batches = iter(self.inner)
+        else:
+            self.building.set()
+            _forking.wait(60)
+            time.sleep(0.2)  # the fork waits by then
+        for _ in range(4):
+            next(self.batches)
+        return super().__getitem__(index)
+
+
+def test_a_fork_holds_back_no_build_that_another_one_needs(caplog):
+    with Sums(workers=1) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        assert dataset.building.wait(60)
+        assert _status_of_child(lambda: 3) == 3
+        assert numbers(batches) == [*range(1, 10)]
+    assert "A fork" not in caplog.text
+
+
+class StoppedError(Exception):
+    """Is raised by a signal handler."""
+
+
+def _stop(*_):
+    raise StoppedError
+
+
+def test_what_a_signal_handler_raises_ends_the_wait_of_a_fork(monkeypatch):
+    monkeypatch.setattr(forks._builds, "_patience_s", threading.TIMEOUT_MAX)
+    before = signal.signal(signal.SIGUSR1, _stop)
+
+    def interrupt():
+        assert _forking.wait(60)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    try:
+        with (
+            Waits(workers=1) as dataset,
+            concurrent.futures.ThreadPoolExecutor(1) as pool,
+        ):
+            batches = iter(dataset)
+            next(batches)
+            assert dataset.building.wait(60)
+            interrupted = pool.submit(interrupt)
+            with pytest.raises(StoppedError):
+                _status_of_child(lambda: 3)
+            interrupted.result()
+            dataset.may_end.set()
+            assert numbers(batches) == [*range(1, 10)]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 class ForksInPool(Numbered):
