@@ -39,6 +39,7 @@ _VARYING = frozenset(["rng", "rng_for", "epoch_order", "epoch"])
 _SEEDED = _VARYING - {"epoch"} | {"seed"}
 _MOST_WITHIN = 100  # items of a container that are looked at for datasets
 _creating = ForkSafeLock()  # held while a loader is created
+_unpickled = itertools.count()  # numbers the datasets that are
 
 
 class Internals:
@@ -53,8 +54,11 @@ class Internals:
         version: Before there is a loader: replaced by each change.
         is_unseen: Likewise: whether such a change may be in no attribute.
         generators: The random generators that builds in this process seed.
-        outside_rng: `self.rng` outside of builds, and the seed that it was
-            made with; `None` before its use.
+        home: The `process_numbers` where the dataset was constructed.
+        number: Tells this dataset from the others that the process has
+            unpickled; `None` if it was constructed.
+        outside_rng: `self.rng` outside of builds, and what it was made with;
+            `None` before its use.
         followers: Those of the datasets that were made of this one, or that
             have it in an attribute.
     """
@@ -66,7 +70,9 @@ class Internals:
         self.version = object()
         self.is_unseen = False
         self.generators = build.Generators()
-        self.outside_rng: tuple[int, np.random.Generator] | None = None
+        self.home = _process_role.process_numbers()
+        self.number: int | None = None
+        self.outside_rng: tuple[Any, np.random.Generator] | None = None
         self.followers: weakref.WeakSet[Internals] = weakref.WeakSet()
 
     def mark_changed(self, *, unseen: bool = False) -> None:
@@ -151,8 +157,12 @@ def internals_of(dataset: Dataset) -> Internals:
         )
         return give_internals(dataset, Settings())
     # A copy has the internals of its original, or their settings alone.
-    settings = found.settings if isinstance(found, Internals) else found
-    internals = give_internals(dataset, settings)
+    is_copy = isinstance(found, Internals)
+    internals = give_internals(dataset, found.settings if is_copy else found)
+    if is_copy:
+        internals.home, internals.number = found.home, found.number
+    else:
+        internals.number = next(_unpickled)
     follow(dataset)
     return internals
 
@@ -348,10 +358,26 @@ def plain_iterator(dataset: Dataset) -> Iterator[Any]:
             yield dataset[index]
 
 
+def _place_of(internals: Internals) -> tuple[int, ...]:
+    """Returns which of the processes and copies draws by itself.
+
+    Empty where a dataset was constructed, in workers, and in a process that
+    `multiprocessing` has not started.
+    """
+    here = _process_role.process_numbers()
+    if _process_role.is_worker() or not here:
+        return ()
+    if internals.number is not None:
+        return (*here, internals.number)
+    return () if here == internals.home else here
+
+
 def _outside(dataset: Dataset, name: str) -> Any:
     """Returns a dataset's `rng`, `epoch`, ... for calls outside of builds.
 
-    These values make `dataset[3]` work when a user calls it.
+    These values make `dataset[3]` work when a user calls it. `rng` draws other
+    numbers in each process that the dataset is handed to, such as those of
+    PyTorch's `DataLoader`, and each time that they unpickle the dataset.
     """
     internals, seed = internals_of(dataset), 0
     if name in _SEEDED and _process_role.is_worker():
@@ -359,9 +385,9 @@ def _outside(dataset: Dataset, name: str) -> Any:
     elif name in _SEEDED:
         seed = loader_of(dataset).seed
     if name == "rng":
-        if internals.outside_rng is None or internals.outside_rng[0] != seed:
-            rng = seeding.generator(seed, seeding.OUTSIDE)
-            internals.outside_rng = seed, rng
+        key = (seed, seeding.OUTSIDE, *_place_of(internals))
+        if internals.outside_rng is None or internals.outside_rng[0] != key:
+            internals.outside_rng = key, seeding.generator(*key)
         return internals.outside_rng[1]
     epoch = internals.loader.epoch if internals.loader else 0
     return getattr(build_context.Context(seed, epoch, 0, None), name)

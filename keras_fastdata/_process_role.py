@@ -9,6 +9,7 @@ not import Keras. So the fork server and the workers call `become_worker` first.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,17 @@ def become_worker() -> None:
 def is_worker() -> bool:
     """Returns whether this process is a worker, or a fork server of workers."""
     return _worker
+
+
+def process_numbers() -> tuple[int, ...]:
+    """Returns what numbers `multiprocessing` gave to this process.
+
+    That is the place among its parent's children, after the parent's numbers.
+    Empty in a process that `multiprocessing` has not started.
+    """
+    # Imported in each process that it has started.
+    module = sys.modules.get("multiprocessing.process")
+    return tuple(module.current_process()._identity) if module else ()  # noqa: SLF001
 
 
 def at_fork(**hooks: Callable[[], Any]) -> None:

@@ -26,7 +26,7 @@ ATTRIBUTES = 2  # (epoch, index): generators kept in the dataset
 USER = 3  # (epoch, index): `reseed`
 ORDER = 4  # (epoch): the permutation of an epoch
 HOOK = 5  # (n): the n-th call of on_epoch_begin / on_epoch_end
-OUTSIDE = 6  # (): `self.rng` outside of builds
+OUTSIDE = 6  # (*place): `self.rng` outside of builds
 PART = 7  # (epoch, *key): `self.rng_for`
 PARTS = 8  # (epoch): `self.epoch_order`
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import multiprocessing
 import os
 import random
 import signal
@@ -373,3 +374,41 @@ def test_a_length_that_depends_on_the_epoch_is_that_of_the_epoch(shuffle):
             assert len(dataset) == 3 + epoch
             found = sorted(batch.tolist() for batch in dataset)
             assert found == [[epoch, index] for index in range(3 + epoch)]
+
+
+class Draws(FastPyDataset):
+    """Draws from `self.rng` where it is indexed."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return self.rng.normal()
+
+
+def test_processes_of_the_program_draw_different_numbers_by_hand():
+    dataset = Draws(seed=3)
+    here = dataset[0]
+    drawn = []
+    for _ in range(2):
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            drawn += pool.map(dataset.__getitem__, range(2))
+    assert len({here, *drawn}) == 5
+
+
+def _first_draw():
+    return Draws(seed=3)[0]
+
+
+def test_a_dataset_made_in_a_process_draws_what_it_would_draw_elsewhere():
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(_first_draw) == _first_draw()
+
+
+@pytest.mark.backend
+def test_workers_of_pytorchs_loader_draw_different_numbers():
+    data = pytest.importorskip("torch.utils.data")
+    dataset = Draws(seed=3)
+    loader = data.DataLoader(dataset, batch_size=None, num_workers=2)
+    drawn = [float(batch) for _ in range(2) for batch in loader]
+    assert len({*drawn}) == 16
