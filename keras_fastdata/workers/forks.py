@@ -37,7 +37,7 @@ class _Builds:
         self._building: set[int] = set()
         self._forking: set[int] = set()  # or wait to fork
 
-    def begin(self, *, is_nested: bool) -> None:
+    def begin_build(self, *, is_nested: bool) -> None:
         """Records that this thread builds, as soon as no other one forks.
 
         A nested build waits for no fork, since the fork waits for the build
@@ -49,14 +49,14 @@ class _Builds:
             )
             self._building.add(threading.get_ident())
 
-    def end(self, thread: int) -> None:
+    def end_build(self, thread: int) -> None:
         """Records that a thread builds no more."""
         with self._changed:
             self._building.discard(thread)
             self._changed.notify_all()
 
-    def hold_back(self) -> None:
-        """Has new builds wait until `let_go`; waits for those that run."""
+    def begin_fork(self) -> None:
+        """Has new builds wait for `end_fork`; waits for those that run."""
         with self._changed:
             self._forking.add(threading.get_ident())
             patience_s = self._patience_s
@@ -72,7 +72,7 @@ class _Builds:
             patience_s,
         )
 
-    def let_go(self) -> None:
+    def end_fork(self) -> None:
         """Lets builds begin again."""
         with self._changed:
             self._forking.discard(threading.get_ident())
@@ -102,10 +102,10 @@ def wait_for_builds() -> None:
         if _role.is_worker or not (is_main or _role.is_consumer):
             return int(fork())
         try:
-            _builds.hold_back()
+            _builds.begin_fork()
             return int(fork())
         finally:
-            _builds.let_go()
+            _builds.end_fork()
 
     fork_between_builds.waits_for_builds = True  # type: ignore[attr-defined]
     os.fork = fork_between_builds
@@ -139,15 +139,15 @@ class held_back:  # noqa: N801 - called like a function
         self._is_nested = is_nested
 
     def __enter__(self) -> None:
-        _builds.begin(is_nested=self._is_nested)
+        _builds.begin_build(is_nested=self._is_nested)
 
     def __exit__(self, *_: object) -> None:
-        _builds.end(threading.get_ident())
+        _builds.end_build(threading.get_ident())
 
 
 def forget(thread: int) -> None:
     """Has forks wait no longer for a thread, by its identifier."""
-    _builds.end(thread)
+    _builds.end_build(thread)
 
 
 _process_role.at_fork(after_in_child=_builds.__init__)  # type: ignore[misc]

@@ -48,13 +48,13 @@ class Holds(Numbered):
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch):
     _forking.clear()
-    hold_back = forks._builds.hold_back
+    begin_fork = forks._builds.begin_fork
 
     def wait():
         _forking.set()
-        hold_back()
+        begin_fork()
 
-    monkeypatch.setattr(forks._builds, "hold_back", wait)
+    monkeypatch.setattr(forks._builds, "begin_fork", wait)
     monkeypatch.setattr(forks._builds, "_patience_s", 60.0)
 
 
