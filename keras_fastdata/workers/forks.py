@@ -37,16 +37,10 @@ class _Builds:
         self._building: set[int] = set()
         self._forking: set[int] = set()  # or wait to fork
 
-    def begin_build(self, *, is_nested: bool) -> None:
-        """Records that this thread builds, as soon as no other one forks.
-
-        A nested build waits for no fork, since the fork waits for the build
-        that needs the nested one.
-        """
+    def begin_build(self) -> None:
+        """Records that this thread builds, as soon as no other one forks."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: is_nested or not self._forking, self._patience_s
-            )
+            self._changed.wait_for(lambda: not self._forking, self._patience_s)
             self._building.add(threading.get_ident())
 
     def end_build(self, thread: int) -> None:
@@ -121,25 +115,14 @@ def note_worker() -> None:
     _role.is_worker = True
 
 
-def is_in_worker() -> bool:
-    """Returns whether this thread is a worker."""
-    return _role.is_worker
-
-
 class held_back:  # noqa: N801 - called like a function
     """Has forks by other threads wait until the end of a `with` block.
 
     Not `contextlib.contextmanager`, which sets attributes of exceptions.
-
-    Args:
-        is_nested: Whether the block serves a build of another worker thread.
     """
 
-    def __init__(self, *, is_nested: bool) -> None:
-        self._is_nested = is_nested
-
     def __enter__(self) -> None:
-        _builds.begin_build(is_nested=self._is_nested)
+        _builds.begin_build()
 
     def __exit__(self, *_: object) -> None:
         _builds.end_build(threading.get_ident())

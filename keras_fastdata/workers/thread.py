@@ -277,7 +277,6 @@ class _Thread(threading.Thread):
         self._requests = requests
         self._results = results
         self._cancelled = cancelled
-        self._serves_build = forks.is_in_worker()  # of another dataset
         self._lock = threading.Lock()  # guards the three
         # The request it has, and since when.
         self._assigned: tuple[BatchRequest, float] | None = None
@@ -336,11 +335,11 @@ class _Thread(threading.Thread):
         forks.note_worker()
         try:
             while (request := self._requests.get()) is not None:
-                with forks.held_back(is_nested=self._serves_build):
+                with forks.held_back():
                     if not self.context.run(self._serve, request):
                         return
             if self._stops():
-                with forks.held_back(is_nested=self._serves_build):
+                with forks.held_back():
                     self.context.run(self._builder.stop, self._worker)
         except ReferenceError:
             # The dataset was collected; nobody is waiting.

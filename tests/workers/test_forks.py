@@ -174,36 +174,6 @@ def test_a_build_that_forks_under_a_lock_waits_for_no_other_build(caplog):
     assert "A fork" not in caplog.text
 
 
-class Sums(Numbered):
-    """Adds batches of another dataset, which a thread builds meanwhile."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.inner = Numbered(workers=1, max_queue_size=1, length=40)
-        self.building = threading.Event()
-
-    def __getitem__(self, index):
-        if index == 0:
-            self.batches = iter(self.inner)
-        else:
-            self.building.set()
-            _forking.wait(60)
-            time.sleep(0.2)  # the fork waits by then
-        for _ in range(4):
-            next(self.batches)
-        return super().__getitem__(index)
-
-
-def test_a_fork_holds_back_no_build_that_another_one_needs(caplog):
-    with Sums(workers=1) as dataset:
-        batches = iter(dataset)
-        next(batches)
-        assert dataset.building.wait(60)
-        assert _status_of_child(lambda: 3) == 3
-        assert numbers(batches) == [*range(1, 10)]
-    assert "A fork" not in caplog.text
-
-
 class StoppedError(Exception):
     """Is raised by a signal handler."""
 
