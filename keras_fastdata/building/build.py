@@ -423,32 +423,36 @@ def _item(dataset: Dataset, index: int) -> Any:
     )
 
 
-def run_hook(
+def run_seeded(
     dataset: Dataset,
-    hook: Callable[[], _Result],
-    seed: int,
-    number: int,
+    function: Callable[[], _Result],
+    stream: tuple[int, ...],
     epoch: int,
 ) -> _Result:
-    """Runs `on_epoch_begin` or `on_epoch_end` with seeded random generators.
+    """Runs a function of the user's with seeded random generators.
 
-    So a shuffle of an index in `on_epoch_end` can be repeated. `number` counts
-    the calls of hooks, and selects the random streams. The caller's global
-    generators are restored.
+    So a shuffle of an index in `on_epoch_end` can be repeated. `stream` is the
+    seed, and the key of the random streams. The caller's global generators are
+    restored.
     """
-    stream = (seed, seeding.HOOK, number)
     rng = seeding.generator(*stream, 2)
-    context = Context(seed, epoch, 0, None, dataset=dataset, _rng=rng)
+    context = Context(stream[0], epoch, 0, None, dataset=dataset, _rng=rng)
     found = held_generators.Search(dataset).held
-    with (
-        build_context.Building(context),
-        preserved_globals(),
-        _Preserved(found),
-    ):
-        for held in found:
-            held.reseed(*stream, 1)
-        seeding.reseed_globals(*stream, 0)
-        return hook()
+    around = build_context.current_context()
+    try:
+        with (
+            build_context.Building(context),
+            preserved_globals(),
+            _Preserved(found),
+        ):
+            for held in found:
+                held.reseed(*stream, 1)
+            seeding.reseed_globals(*stream, 0)
+            return function()
+    except BaseException:
+        if around is None:
+            build_context.forget_context(dataset)
+        raise
 
 
 class _Preserved:

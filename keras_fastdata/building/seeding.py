@@ -29,6 +29,7 @@ HOOK = 5  # (n): the n-th call of on_epoch_begin / on_epoch_end
 OUTSIDE = 6  # (*place): `self.rng` outside of builds
 PART = 7  # (epoch, *key): `self.rng_for`
 PARTS = 8  # (epoch): `self.epoch_order`
+LENGTHS = 9  # (): samples whose lengths are asked for
 
 PRIVATE = "_fastdata"  # this package's attribute of a dataset
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from keras_fastdata._dataset_internals import answer, version_of
 from keras_fastdata._validation import boolean, integer, optional_integer
-from keras_fastdata.building import build_context
+from keras_fastdata.building import build, build_context, seeding
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets import order as orders
 from keras_fastdata.datasets.order import Order, Sampler
@@ -377,7 +377,13 @@ def _lengths_of(dataset: SampledDataset, by: Any) -> npt.NDArray[Any]:
             _check_nulls("bucket_by", "length", by)
             by = [len(row) for row in by]
     if callable(by):
-        by = [by(sample) for sample in samples_of(dataset)]
+        # A transform may draw. The order must be the same after a resume.
+        by = build.run_seeded(
+            dataset,
+            lambda: [by(sample) for sample in samples_of(dataset)],
+            (answer(dataset, "seed"), seeding.LENGTHS),
+            epoch=0,
+        )
     found = np.empty(0, object)
     with contextlib.suppress(ValueError):  # of lists of different lengths
         found = np.asarray(by)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from keras_fastdata._modules import names_in
-from keras_fastdata.building import build, build_context, interface
+from keras_fastdata.building import build, interface, seeding
 from keras_fastdata.building.interface import EPOCH_HOOKS, Dataset
 from keras_fastdata.building.referred_names import attributes_changed_by_builds
 from keras_fastdata.engine import state_dict
@@ -132,17 +132,10 @@ class HookReplay:
         hook: Callable[[], Any] | None = None,
     ) -> Any:
         with self.lock:
-            number, seed = len(self._ran), self._planner.seed
+            stream = self._planner.seed, seeding.HOOK, len(self._ran)
             self._ran.append((name, epoch))
-            around = build_context.current_context()
-            try:
-                return build.run_hook(
-                    dataset, hook or getattr(dataset, name), seed, number, epoch
-                )
-            except BaseException:
-                if around is None:
-                    build_context.forget_context(dataset)
-                raise
+            hook = hook or getattr(dataset, name)
+            return build.run_seeded(dataset, hook, stream, epoch)
 
     def note(self, name: str) -> None:
         """Notes that Keras begins or ends an epoch, if hooks ran or not."""

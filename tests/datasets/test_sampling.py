@@ -217,6 +217,42 @@ def test_a_function_of_lengths_is_called_once_for_each_sample():
     assert asked == [*range(9)]
 
 
+def _cut(sample, rng):
+    """Returns a part of a sample, of random length."""
+    return np.full(int(rng.integers(1, 20)), sample)
+
+
+def _cut_samples(**kwargs):
+    return SampleDataset(
+        range(45),
+        8,
+        shuffle=True,
+        bucket_by=len,
+        transform=_cut,
+        pad_to=20,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("place", ["inline", "2 processes"])
+def test_random_lengths_do_not_depend_on_when_they_are_asked_for(place):
+    with _cut_samples(seed=1, **PLACES[place]) as dataset:
+        expected = [list(dataset) for _ in range(3)]
+    with _cut_samples(seed=1, **PLACES[place]) as dataset:
+        dataset.rng.normal()
+        same(expected[0], list(dataset))
+        dataset.mark_changed()
+        batches = iter(dataset)
+        next(batches)
+        state = dataset.state_dict()
+    for kwargs in {"seed": 1}, {}:
+        with _cut_samples(**kwargs, **PLACES[place]) as dataset:
+            len(dataset)
+            dataset.load_state_dict(state)
+            same(expected[1][1:], list(dataset))
+            same(expected[2], list(dataset))
+
+
 @pytest.mark.parametrize(
     ("bucket_by", "said"),
     [
