@@ -175,13 +175,15 @@ class OutsideState:
         )
         self._seen = []
         is_covered = self._digest is not None and self._digest.is_whole
-        # With a directory, they are compared for each batch.
-        is_quick = self._is_in_directory or is_covered
-        left = 0 if is_quick else sent_digest.MOST_BYTES  # to read whole
+        left = 0 if is_covered else sent_digest.MOST_BYTES  # to read whole
+        # With a directory, they are compared for each batch, too.
+        few_bytes = _FEW_BYTES if self._is_in_directory else None
         for variable in _variables_of(dataset):
             with _looking():
                 value, most = variable.value, max(left, _FEW_BYTES)
-                self._seen.append(SeenVariable(variable, value, most))
+                self._seen.append(
+                    SeenVariable(variable, value, most, few_bytes)
+                )
                 if _FEW_BYTES < (size := sent_digest.size_of(value)) <= left:
                     left -= size
                 tell(variable, told, self._lost)
@@ -204,12 +206,13 @@ class OutsideState:
                 other.compare()
         return self.compare()
 
-    def compare(self) -> Change:
+    def compare(self, *, is_quick: bool = False) -> Change:
         """Compares the global state with that of `look`.
 
-        Returns the greatest change of all comparisons since then.
+        Returns the greatest change of all comparisons since then. `is_quick`
+        compares samples of large arrays if there is a directory.
         """
-        self._noticed = max(self._noticed, self._compared())
+        self._noticed = max(self._noticed, self._compared(is_quick))
         if self._was_glimpsed:
             return max(self._noticed, Change.BY_BUILDS)
         return self._noticed
@@ -258,11 +261,13 @@ class OutsideState:
                     self._was_glimpsed = True
                     return
 
-    def _compared(self) -> Change:
+    def _compared(self, is_quick: bool) -> Change:
         found = Change.NONE
         if not self._is_watched:
             return found
-        changed = [seen for seen in self._seen if seen.has_changed()]
+        changed = [
+            seen for seen in self._seen if seen.has_changed(is_quick=is_quick)
+        ]
         if changed:
             slow_descriptions.forget()
         for seen in changed:

@@ -91,7 +91,9 @@ class PoolFactory:
     def has_drifted(self) -> bool:
         """Returns whether batches that are built now may differ from before."""
         is_here = not self._in_effect.now.kind.has_copies
-        return is_here and self._outside.compare() >= Change.BY_PROGRAM
+        return is_here and (
+            self._outside.compare(is_quick=True) >= Change.BY_PROGRAM
+        )
 
     @property
     def lacks_values(self) -> bool:

@@ -31,19 +31,26 @@ class SeenVariable:
         value: Its present value.
         most_bytes: Of an array with more, only a sample is compared. `None` is
             the limit of `checksum_of`.
+        few_bytes: The same for a quick comparison; `None` if there is none.
     """
 
     __slots__ = (
-        *("_content", "_is_weak", "_items", "_most_bytes", "_value"),
-        "variable",
+        *("_content", "_few_bytes", "_is_weak", "_items", "_most_bytes"),
+        *("_quick_content", "_value", "variable"),
     )
 
     def __init__(
-        self, variable: Variable, value: Any, most_bytes: int | None = None
+        self,
+        variable: Variable,
+        value: Any,
+        most_bytes: int | None = None,
+        few_bytes: int | None = None,
     ) -> None:
         self.variable = variable
-        self._most_bytes = most_bytes
-        self._content = self._content_of(value)
+        self._most_bytes, self._few_bytes = most_bytes, few_bytes
+        self._content = self._quick_content = self._content_of(value)
+        if few_bytes is not None:
+            self._quick_content = self._content_of(value, is_quick=True)
         can_be_kept = is_plain(value)
         self._value = value if can_be_kept else weakly(value)
         self._items = _items_of(value) if can_be_kept else None
@@ -74,13 +81,14 @@ class SeenVariable:
         is_own = variable.path[:1] == (SELF,) and len(variable.path) == _OWN
         return is_own and (variable.is_assigned or variable.is_edited)
 
-    def _content_of(self, value: Any) -> Any:
+    def _content_of(self, value: Any, *, is_quick: bool = False) -> Any:
+        most_bytes = self._few_bytes if is_quick else self._most_bytes
         try:
             if self.variable.is_assigned and is_users_class(type(value)):
                 attributes = attributes_of(value)
                 if is_plain(attributes):
                     return repr(attributes)
-            return content_of(value, self._most_bytes)
+            return content_of(value, most_bytes)
         except Exception:  # the user's object may refuse to be looked into
             return None
 
@@ -100,12 +108,17 @@ class SeenVariable:
         # Not what a weak reference refers to: `None`, if that is gone.
         return (weakly(value) if self._is_weak else value) is self._value
 
-    def has_changed(self) -> bool:
-        """Returns whether the variable has another value than the recorded."""
+    def has_changed(self, *, is_quick: bool = False) -> bool:
+        """Returns whether the variable has another value than the recorded.
+
+        Of arrays of over `few_bytes`, `is_quick` compares a sample alone.
+        """
         value = self.variable.value
         if self._is_recorded(value):
-            return self._content is not None and (
-                self._content != self._content_of(value)
+            is_quick = is_quick and self._few_bytes is not None
+            before = self._quick_content if is_quick else self._content
+            return before is not None and (
+                before != self._content_of(value, is_quick=is_quick)
             )
         if self._is_told_by_assignment:
             return False

@@ -1869,3 +1869,29 @@ def test_a_directory_is_for_the_folder_that_relative_paths_begin_at(
 def _first_byte(path, index):
     with open(path, "rb") as file:
         return file.read(1)[0]
+
+
+class Diagonal(FastPyDataset):
+    """Has one item of a large array in each batch."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.items = np.zeros((600, 600))
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return np.array([self.items[index, index]])
+
+
+@everywhere
+def test_an_edit_of_one_item_of_a_large_array_empties_a_directory(
+    place, tmp_path
+):
+    cache = {"cache": tmp_path, "cache_version": "1"}
+    with Diagonal(**cache, **PLACES[place]) as dataset:
+        for epoch in range(1, 4):
+            expected = dataset.items.diagonal()[:4].tolist()
+            assert [item for (item,) in dataset] == expected
+            dataset.items[epoch, epoch] = 5
