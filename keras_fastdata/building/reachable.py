@@ -37,6 +37,7 @@ from keras_fastdata.building.attributes import (
     attributes_of,
     first_items,
     is_gone,
+    items_of,
     slot_values,
 )
 from keras_fastdata.building.code_names import modules_passed_on
@@ -189,16 +190,16 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     """Yields (name, object) for each object that `value` contains."""
     items: Any = ()
     if isinstance(value, dict):
-        for number, key in enumerate(first_items(dict.keys(value))):
+        for number, (key, item) in enumerate(items_of(value)):
             name = _key_name(key, number)
             if type(key) not in _PLAIN_KEYS:
                 yield f"{{{name}}}", key
-            yield f"[{name}]", dict.get(value, key)
+            yield f"[{name}]", item
     elif isinstance(value, (list, tuple, collections.deque)):
-        items = first_items(value)
+        items = items_of(value)
     elif isinstance(value, (set, frozenset)):
         # The order of a set depends on addresses.
-        for item in sorted(first_items(value), key=_class_name):
+        for item in sorted(items_of(value), key=_class_name):
             yield "{}", item
     elif isinstance(value, np.ndarray):
         if value.dtype == object:

@@ -41,6 +41,7 @@ from keras_fastdata.building.attributes import (
     attributes_of,
     first_items,
     has_attributes,
+    items_of,
     slots_of,
 )
 from keras_fastdata.building.cached_functions import calls_of, runs_of
@@ -232,7 +233,7 @@ class _VariableSearch:
         return True
 
     def _items(self, value: Any, module: str, path: Path) -> None:
-        items, is_object = _items_of(value), is_users_object(value)
+        items, is_object = _keyed_items(value), is_users_object(value)
         held = _reference(value) if is_object else lambda: value
         base: Any = next(kind for kind in _BASES if isinstance(value, kind))
         is_large = base.__len__(value) > MOST_ITEMS
@@ -443,8 +444,7 @@ def _first_parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _items_of_set(value: Any) -> list[Any]:
-    is_set = isinstance(value, (set, frozenset))
-    return first_items(value) if is_set else []
+    return items_of(value) if isinstance(value, (set, frozenset)) else []
 
 
 def _may_hold_code(value: Any) -> bool:
@@ -494,12 +494,12 @@ def _search_in(
         _log.debug("State outside of a dataset:", exc_info=True)
 
 
-def _items_of(container: Any) -> list[tuple[Any, Any]]:
+def _keyed_items(container: Any) -> list[tuple[Any, Any]]:
     """Returns the first items of a container, with their keys or indices."""
-    for kind in _MAPPINGS:
-        if isinstance(container, kind):
-            return first_items(kind.items(container))
-    return first_items(enumerate(container))
+    is_array = isinstance(container, np.ndarray)
+    items = (first_items if is_array else items_of)(container)
+    is_mapping = isinstance(container, _MAPPINGS)
+    return items if is_mapping else [*enumerate(items)]
 
 
 def _holds_leaves(container: Any) -> bool:
@@ -509,7 +509,7 @@ def _holds_leaves(container: Any) -> bool:
         isinstance(item, _LEAVES)
         and not isinstance(item, np.ndarray)
         and not (is_mapping and _names_code(key))
-        for key, item in _items_of(container)
+        for key, item in _keyed_items(container)
     )
 
 

@@ -33,7 +33,7 @@ import numpy as np
 from keras_fastdata._modules import is_users_class
 from keras_fastdata.building.attributes import (
     attributes_of,
-    first_items,
+    items_of,
     slot_values,
 )
 from keras_fastdata.building.generator_wrappers import wrapper_of
@@ -141,9 +141,9 @@ def _code_within(waiting: list[Any]) -> Iterator[Any]:
                 waiting += gc.get_referents(value)  # of `np.frompyfunc`
         else:
             if isinstance(value, dict):
-                waiting += first_items(value.values())
+                waiting += (item for _, item in items_of(value))
             elif isinstance(value, (list, tuple)):
-                waiting += first_items(value)
+                waiting += items_of(value)
             if is_users_class(type(value)) or isinstance(value, OPEN):
                 yield type(value)
             elif _has_no_code(value):

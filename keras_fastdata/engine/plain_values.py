@@ -20,14 +20,14 @@ import re
 import uuid
 import weakref
 import zoneinfo
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from keras_fastdata._modules import is_users_class
 from keras_fastdata.building.assignments import is_by_value
-from keras_fastdata.building.attributes import first_items
+from keras_fastdata.building.attributes import first_items, items_of
 from keras_fastdata.building.variables import NAMESPACES
 from keras_fastdata.engine.sent_digest import (
     checksum_of,
@@ -56,14 +56,7 @@ MAPPINGS = (
     collections.defaultdict,
     collections.Counter,
 )
-# What reads the items of an instance of a subclass, without its own methods.
-_SUBCLASSED: dict[Any, Callable[[Any], Any]] = {
-    list: list.__iter__,
-    set: set.__iter__,
-    collections.deque: collections.deque.__iter__,
-    collections.OrderedDict: collections.OrderedDict.items,
-    dict: dict.items,
-}
+_SUBCLASSED: tuple[Any, ...] = (list, set, collections.deque, dict)
 
 
 def is_plain(value: Any) -> bool:
@@ -145,10 +138,10 @@ def content_of(value: Any, most_bytes: int | None = None) -> Any:
         if isinstance(value, dict):
             items += first_items(value.values())
         return Items(len(value), items)
-    for base, items_of in _SUBCLASSED.items():
+    for base in _SUBCLASSED:
         if isinstance(value, base) and is_users_class(kind):
-            items = first_items(items_of(value))
-            if issubclass(base, dict):
+            items = items_of(value)
+            if base is dict:
                 items = [*itertools.chain.from_iterable(items)]
             return Items(base.__len__(value), items)
     if isinstance(value, np.ndarray) and value.dtype.kind == "T":

@@ -27,7 +27,7 @@ import numpy as np
 from keras_fastdata._modules import is_users_class
 from keras_fastdata.building.attributes import (
     attributes_of,
-    first_items,
+    items_of,
     slot_values,
 )
 from keras_fastdata.building.seeding import PRIVATE
@@ -53,14 +53,6 @@ _SCALARS = (int, float, complex, types.NoneType, np.generic)
 _CONTAINERS = {
     *(list, tuple, dict, set, frozenset),
     *(collections.deque, collections.OrderedDict, collections.defaultdict),
-}
-# What reads the items of a container, whatever the methods of its class do.
-_ITERATED: dict[Any, Callable[[Any], Any]] = {
-    dict: dict.items,
-    **{
-        base: base.__iter__
-        for base in (list, tuple, set, frozenset, collections.deque)
-    },
 }
 # Objects that pickle takes apart without a method of the user's.
 _TAKEN_APART = (
@@ -253,8 +245,7 @@ class _SentPickler(Pickler):
         if kind in _CONTAINERS:
             if len(obj) <= _MOST_ITEMS:
                 return None
-            is_mapping = isinstance(obj, dict)
-            items = first_items(dict.items(obj) if is_mapping else obj)
+            items = items_of(obj)
             if self._dataset is None:
                 del items[_MOST_OWN_ITEMS:]
             return _identity(obj), items
@@ -289,13 +280,7 @@ class _SentPickler(Pickler):
                 for name, value in _parts_of(obj)
                 if self._has_data or not _is_data(value)
             ]
-            items = [
-                item
-                for base, items_of in _ITERATED.items()
-                if isinstance(obj, base)
-                for item in first_items(items_of(obj))
-            ]
-            return _nothing, (kind, parts, items)
+            return _nothing, (kind, parts, items_of(obj))
         return super().reducer_override(obj)
 
 

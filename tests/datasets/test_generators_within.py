@@ -28,7 +28,7 @@ from keras_fastdata import (
     LoaderError,
     accelerate,
 )
-from keras_fastdata.building import build
+from keras_fastdata.building import attributes, build
 from keras_fastdata.building.held_generators import Search
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
@@ -72,27 +72,39 @@ def test_generators_of_the_program_are_left_as_they_were_found(inline):
     assert states() == before
 
 
-class Changing(collections.deque):
-    """A deque that another thread changes while it is read."""
-
-    tries = 1
-
-    def __iter__(self):
-        self.tries -= 1
-        if self.tries >= 0:
-            raise RuntimeError("deque mutated during iteration")
-        return super().__iter__()
-
-
 @pytest.mark.parametrize("tries", [1, 1000], ids=["once", "always"])
-def test_a_container_that_a_thread_changes_does_not_end_the_search(tries):
-    container = Changing([np.random.default_rng(1)])
-    container.tries = tries
+def test_a_container_that_a_thread_changes_does_not_end_the_search(
+    tries, monkeypatch
+):
+    fails = iter(range(tries))
+
+    def read(container):
+        if next(fails, None) is not None:
+            raise RuntimeError("deque mutated during iteration")
+        return iter(container)
+
+    monkeypatch.setitem(attributes._READERS, collections.deque, read)
     dataset = types.SimpleNamespace(
-        parts=container, rng=np.random.default_rng(2)
+        parts=collections.deque([np.random.default_rng(1)]),
+        rng=np.random.default_rng(2),
     )
     found = Search(dataset).held
     assert len(found) == (2 if tries == 1 else 1)
+
+
+def _refuse(*_):
+    raise AssertionError("a method of the user's class ran")
+
+
+@pytest.mark.parametrize(
+    "kind", [list, tuple, set, frozenset, collections.deque, dict]
+)
+def test_no_method_of_a_container_runs_amid_the_search(kind):
+    methods = ["__iter__", "__len__", "keys", "values", "items", "get"]
+    own = type("Own", (kind,), dict.fromkeys(methods, _refuse))
+    parts = [(0, np.random.default_rng(1)), (1, np.random.default_rng(2))]
+    found = Search(types.SimpleNamespace(parts=own(parts))).held
+    assert len(found) == 2
 
 
 class Named:
