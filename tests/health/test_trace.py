@@ -492,6 +492,20 @@ def test_a_full_disk_ends_the_trace_and_not_the_training(
     assert _arrows(_read(path)) == [(0, 0)]
 
 
+def test_a_disk_that_is_full_from_the_start_is_left_without_a_file(
+    path, monkeypatch, caplog
+):
+    def full(fd, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(trace, "_write_all", full)
+    writer = TraceWriter(path)
+    _tell(writer, [_span(0)], [_step(0)])
+    writer.close({}, "Images")
+    assert "The trace cannot be written: [Errno 28]" in caplog.text
+    assert [*path.parent.iterdir()] == []
+
+
 # -- bounds ------------------------------------------------------------------
 
 

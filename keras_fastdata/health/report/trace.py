@@ -19,6 +19,7 @@ that had ended; appending `]}` makes it a trace.
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import logging
 import math
@@ -378,6 +379,15 @@ class _TraceFile:
             os.close(fd)
 
     def _give_up(self, error: OSError) -> None:
+        """Closes the file; removes it if nothing was written."""
+        fd, self._fd = self._fd, -1
+        is_empty = not os.fstat(fd).st_size
+        os.close(fd)
+        if is_empty:
+            with contextlib.suppress(OSError):
+                os.unlink(self._temporary)
+            _log.warning("The trace cannot be written: %s.", error)
+            return
         _log.warning(
             "The trace %s ends here: %s. Its first part is in %s; "
             "append ']}' to read it.",
@@ -385,8 +395,6 @@ class _TraceFile:
             error,
             self._temporary,
         )
-        fd, self._fd = self._fd, -1
-        os.close(fd)
 
 
 def _write_all(fd: int, text: bytes) -> None:
