@@ -4,7 +4,8 @@ A forked process has only the thread that forked it. A lock that another thread
 holds at that moment stays locked in the forked process: a lock of the user's,
 that of `np.random`, or those of PyTorch's generators. So a fork by a thread
 that trains waits until no worker thread builds, and the next builds wait for
-the fork. Forks by other threads wait for nothing: a build may need them.
+the fork. Forks by other threads wait for nothing: a build may need them. Nor do
+builds of worker threads that a build has started, for a dataset of its own.
 
 The wait is in `os.fork`, and not in a hook of `os.register_at_fork`: Python
 drops what a signal handler raises amid such a hook. `subprocess` does not call
@@ -13,6 +14,7 @@ drops what a signal handler raises amid such a hook. `subprocess` does not call
 
 from __future__ import annotations
 
+import enum
 import functools
 import logging
 import os
@@ -40,7 +42,10 @@ class _Builds:
     def begin_build(self) -> None:
         """Records that this thread builds, as soon as no other one forks."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._forking, self._patience_s)
+            if _role() is not _Role.IS_OF_BUILD:
+                self._changed.wait_for(
+                    lambda: not self._forking, self._patience_s
+                )
             self._building.add(threading.get_ident())
 
     def end_build(self, thread: int) -> None:
@@ -73,27 +78,46 @@ class _Builds:
             self._changed.notify_all()
 
 
-class _ThreadRole(threading.local):
-    """What is known of each thread."""
+class _Role(enum.Enum):
+    """What a thread does. It never changes, once it is known."""
 
-    is_worker = False
-    is_consumer = False  # of batches that worker threads build
+    TRAINS = enum.auto()  # the main thread, and those that take batches
+    BUILDS = enum.auto()  # worker threads
+    IS_OF_BUILD = enum.auto()  # threads that a build has started
 
 
-_role = _ThreadRole()
+_ROLE = "_keras_fastdata_role"  # an attribute of threads
+
 _builds = _Builds()
 
 
+def _role() -> _Role | None:
+    thread = threading.current_thread()
+    is_main = thread is threading.main_thread()
+    found: _Role | None = vars(thread).get(_ROLE)
+    return _Role.TRAINS if is_main else found
+
+
+def note_consumer() -> None:
+    """Notes that this thread takes batches that worker threads build."""
+    vars(threading.current_thread()).setdefault(_ROLE, _Role.TRAINS)
+
+
+def note_worker() -> None:
+    """Notes that this thread is a worker."""
+    vars(threading.current_thread()).setdefault(_ROLE, _Role.BUILDS)
+
+
 def wait_for_builds() -> None:
-    """Replaces `os.fork`, if that was not done before."""
+    """Replaces `os.fork` and `Thread.start`, if that was not done before."""
     fork: Any = getattr(os, "fork", None)
     if fork is None or hasattr(fork, "waits_for_builds"):
         return
+    start = threading.Thread.start
 
     @functools.wraps(fork)
     def fork_between_builds() -> int:
-        is_main = threading.current_thread() is threading.main_thread()
-        if _role.is_worker or not (is_main or _role.is_consumer):
+        if _role() is not _Role.TRAINS:
             return int(fork())
         try:
             _builds.begin_fork()
@@ -101,18 +125,15 @@ def wait_for_builds() -> None:
         finally:
             _builds.end_fork()
 
+    @functools.wraps(start)
+    def start_with_role(thread: threading.Thread) -> None:
+        if _role() in (_Role.BUILDS, _Role.IS_OF_BUILD):
+            vars(thread)[_ROLE] = _Role.IS_OF_BUILD
+        start(thread)
+
     fork_between_builds.waits_for_builds = True  # type: ignore[attr-defined]
     os.fork = fork_between_builds
-
-
-def note_consumer() -> None:
-    """Notes that this thread takes batches that worker threads build."""
-    _role.is_consumer = True
-
-
-def note_worker() -> None:
-    """Notes that this thread is a worker."""
-    _role.is_worker = True
+    threading.Thread.start = start_with_role  # type: ignore[assignment,method-assign]
 
 
 class held_back:  # noqa: N801 - called like a function

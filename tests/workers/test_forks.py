@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import multiprocessing
 import os
 import signal
@@ -220,6 +221,54 @@ class ForksInPool(Numbered):
 def test_a_thread_of_a_build_does_not_wait_for_the_build(caplog):
     with ForksInPool(workers=2) as dataset:
         assert numbers(dataset) == [*range(10)]
+    assert "A fork" not in caplog.text
+
+
+class Iterates(Numbered):
+    """Has a thread iterate a dataset with worker threads, in each build.
+
+    `run` runs in this thread, between batches of that dataset.
+    """
+
+    def __init__(self, run, **kwargs):
+        super().__init__(**kwargs)
+        self.run = run
+
+    def __getitem__(self, index):
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            assert pool.submit(self._iterate).result() == [*range(10)]
+        return super().__getitem__(index)
+
+    def _iterate(self):
+        with Numbered(workers=2, max_queue_size=1) as inner:
+            batches = iter(inner)
+            found = numbers([next(batches)])
+            self.run()
+            return found + numbers(batches)
+
+
+def test_a_thread_of_a_build_may_iterate_a_dataset_and_fork(caplog):
+    fork = functools.partial(_status_of_child, lambda: 7)
+    with Iterates(fork, workers=1) as dataset:
+        assert numbers(dataset) == [*range(10)]
+    assert "A fork" not in caplog.text
+
+
+def test_a_fork_waits_for_a_build_that_iterates_another_dataset(caplog):
+    has_first, building = threading.Event(), threading.Event()
+
+    def wait_for_fork():
+        if has_first.is_set():
+            building.set()
+            _forking.wait(60)
+
+    with Iterates(wait_for_fork, workers=1, max_queue_size=1) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        has_first.set()
+        assert building.wait(60)
+        assert _status_of_child(lambda: 3) == 3
+        assert numbers(batches) == [*range(1, 10)]
     assert "A fork" not in caplog.text
 
 
