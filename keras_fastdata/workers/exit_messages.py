@@ -91,7 +91,7 @@ class WorkerExit:
             )
         return (
             f"Worker {self.worker} (pid {self.pid}) of {self.dataset} "
-            f"{'died' if self.how else _how(self.exit_code)}{doing}"
+            f"{'died' if self.how else how_it_ended(self.exit_code)}{doing}"
             f"{f' ({self.how})' if self.how else ''}"
         )
 
@@ -117,7 +117,8 @@ class WorkerExit:
         )
 
 
-def _how(exit_code: int | None) -> str:
+def how_it_ended(exit_code: int | None) -> str:
+    """Returns how a process ended, by its code as in `Popen.returncode`."""
     if exit_code is None:
         return "ended in a way that could not be learned"
     if exit_code >= 0:

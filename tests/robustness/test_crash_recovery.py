@@ -40,7 +40,7 @@ from crash_samples import (
 )
 from places import FULL, quickly
 
-from keras_fastdata import WorkerDiedError
+from keras_fastdata import LoaderError, WorkerDiedError
 from keras_fastdata.workers.process import forkserver_connection, forkservers
 
 pytestmark = [
@@ -372,6 +372,25 @@ def test_a_forkserver_that_dies_before_it_reads_a_request_is_started_again(
         _assert_same(list(dataset), undisturbed[0])
         _assert_same(list(dataset), undisturbed[1])
     assert killed
+
+
+def test_an_error_says_by_which_signal_each_new_forkserver_ends(monkeypatch):
+    def send_fds(sock, buffers, fds, *rest):
+        if list(buffers) == [forkserver_connection.forkserver.FORK]:
+            (pid,) = forkservers.forkserver_pids()
+            server = psutil.Process(pid)
+            server.terminate()
+            _wait_until(lambda: server.status() == psutil.STATUS_ZOMBIE)
+        return sent(sock, buffers, fds, *rest)
+
+    forkservers.close_kept()
+    sent = forkserver_connection.socket.send_fds
+    monkeypatch.setattr(forkserver_connection.socket, "send_fds", send_fds)
+    with (
+        Drawn(**PROCESSES) as dataset,
+        pytest.raises(LoaderError, match=r"was killed by SIGTERM\. Unless"),
+    ):
+        next(iter(dataset))
 
 
 def test_the_death_of_a_forkserver_is_one_death(undisturbed, tmp_path):

@@ -16,6 +16,7 @@ import time
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory.shared_state import write_shared_state
 from keras_fastdata.workers import environment
+from keras_fastdata.workers.exit_messages import how_it_ended
 from keras_fastdata.workers.process import (
     forkserver,
     packages,
@@ -372,10 +373,11 @@ class ForkserverConnection:
         code = self._reap(_EXIT_TIMEOUT_S)
         if was_importing and code is not None:
             self._refuse(f"its import ends the process (exit code {code})")
+        how = "does not answer" if code is None else how_it_ended(code)
         return ForkserverGoneError(
-            f"The process that forks workers (pid {self.pid}) has "
-            f"ended or does not answer; exit code {code}. "
-            "Look at the limits on memory and stack (`ulimit -a`)."
+            f"The process that forks workers (pid {self.pid}) {how}. Unless "
+            "somebody has ended this process, look at the limits on memory "
+            "and stack (`ulimit -a`)."
         )
 
     def _refuse(self, reason: str) -> None:
