@@ -17,6 +17,7 @@ _FIELDS_OF_OTHERS = {
     ("memory/reducers.py", "mode"): "NumPy's `memmap`",
     ("memory/shared_arrays.py", "writeable"): "an array's flags",
     ("sources/remote.py", "retries"): "s3fs's file system",
+    ("workers/forks.py", "start"): "Python's `threading.Thread`",
     ("workers/log_forwarding.py", "args"): "a log record",
     ("workers/process/imports.py", "seed"): "Python's `random.Random`",
 }
