@@ -373,12 +373,7 @@ class ForkserverConnection:
         code = self._reap(_EXIT_TIMEOUT_S)
         if was_importing and code is not None:
             self._refuse(f"its import ends the process (exit code {code})")
-        how = "does not answer" if code is None else how_it_ended(code)
-        return ForkserverGoneError(
-            f"The process that forks workers (pid {self.pid}) {how}. Unless "
-            "somebody has ended this process, look at the limits on memory "
-            "and stack (`ulimit -a`)."
-        )
+        return _gone(self.pid, code)
 
     def _refuse(self, reason: str) -> None:
         """Stops sharing the package being imported; each worker imports it.
@@ -451,4 +446,13 @@ def _refusal(number: int) -> LoaderError:
         f"A worker process could not be forked: {os.strerror(number)}. Look "
         "at the limits on processes (`ulimit -u`), open files (`ulimit -n`) "
         "and memory, or lower `workers`."
+    )
+
+
+def _gone(pid: int, code: int | None) -> ForkserverGoneError:
+    how = "does not answer" if code is None else how_it_ended(code)
+    return ForkserverGoneError(
+        f"The process that forks workers (pid {pid}) {how}. Unless somebody "
+        "has ended this process, look at the limits on memory and stack "
+        "(`ulimit -a`)."
     )
