@@ -4,8 +4,9 @@ A forked process has only the thread that forked it. A lock that another thread
 holds at that moment stays locked in the forked process: a lock of the user's,
 that of `np.random`, or those of PyTorch's generators. So a fork by a thread
 that trains waits until no worker thread builds, and the next builds wait for
-the fork. Forks by other threads wait for nothing: a build may need them. Nor do
-builds of worker threads that a build has started, for a dataset of its own.
+the fork. Forks by other threads wait for nothing: a build may need them. If a
+build has a thread use another dataset, the worker threads of that dataset wait
+for no fork: the build needs them.
 
 The wait is in `os.fork`, and not in a hook of `os.register_at_fork`: Python
 drops what a signal handler raises amid such a hook. `subprocess` does not call
@@ -79,7 +80,10 @@ class _Builds:
 
 
 class _Role(enum.Enum):
-    """What a thread does. It never changes, once it is known."""
+    """What a thread does. Only a fork changes this, once it is known.
+
+    The thread that has forked is the main thread of the forked process.
+    """
 
     TRAINS = enum.auto()  # the main thread, and those that take batches
     BUILDS = enum.auto()  # worker threads
@@ -93,9 +97,9 @@ _builds = _Builds()
 
 def _role() -> _Role | None:
     thread = threading.current_thread()
-    is_main = thread is threading.main_thread()
-    found: _Role | None = vars(thread).get(_ROLE)
-    return _Role.TRAINS if is_main else found
+    if thread is threading.main_thread():
+        return _Role.TRAINS
+    return vars(thread).get(_ROLE)
 
 
 def note_consumer() -> None:

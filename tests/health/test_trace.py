@@ -473,14 +473,15 @@ def test_a_folder_that_cannot_be_made_is_told_and_raises_nothing(
     _tell(writer, [_span(0)], [])
 
 
+def _refuse(fd, text):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_a_full_disk_ends_the_trace_and_not_the_training(
     writer, path, monkeypatch, caplog
 ):
-    def full(fd, text):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     _tell(writer, [_span(0)], [_step(0)])
-    monkeypatch.setattr(trace, "_write_all", full)
+    monkeypatch.setattr(trace, "_write_all", _refuse)
     with caplog.at_level(logging.WARNING, "keras_fastdata"):
         for _ in range(3):
             _tell(writer, [_span(1)], [_step(1)])
@@ -495,10 +496,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_training(
 def test_a_disk_that_is_full_from_the_start_is_left_without_a_file(
     path, monkeypatch, caplog
 ):
-    def full(fd, text):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(trace, "_write_all", full)
+    monkeypatch.setattr(trace, "_write_all", _refuse)
     writer = TraceWriter(path)
     _tell(writer, [_span(0)], [_step(0)])
     writer.close({}, "Images")
