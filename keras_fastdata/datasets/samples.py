@@ -480,6 +480,12 @@ def _checked_source(dataset: SampleDataset, source: Any) -> Any:
             "`ArrayDataset`."
         )
     batching = f", batch_size={dataset.batch_size}"
+    if _holds_columns(dataset, source):
+        raise TypeError(
+            f"`SampleDataset` takes each array of the {kind} for one sample. "
+            "The arrays have as many rows, but not as many axes. If each row "
+            f"is a sample, use `ArrayDataset(*source{batching})`."
+        )
     for name, value in dataset._fastdata_choice._asdict().items():
         batching += f", {name}={value!r}" if value is not None else ""
     hint = for_iterables("source", source, batching)
@@ -498,3 +504,18 @@ def _checked_source(dataset: SampleDataset, source: Any) -> Any:
             f"`{lacks}`.{hint}"
         )
     return source
+
+
+def _holds_columns(dataset: SampleDataset, source: Any) -> bool:
+    """Returns whether the source is like `(x, y)`, and cannot be batched."""
+    uses_samples = (
+        dataset.transform is not None
+        or dataset.collate is not None
+        or not _is_inherited(dataset, "get_sample")
+    )
+    if uses_samples or not isinstance(source, (tuple, list)):
+        return False
+    if not all(isinstance(each, np.ndarray) and each.ndim for each in source):
+        return False
+    rows, axes = {len(a) for a in source}, {a.ndim for a in source}
+    return len(rows) == 1 and len(axes) > 1

@@ -517,6 +517,12 @@ class LikeTensorFlows:
             "by key.*ArrayDataset",
         ),
         (
+            functools.partial(SampleDataset, (np.ones((9, 2)), np.ones(9)), 4),
+            TypeError,
+            r"each array of the tuple for one sample.*"
+            r"`ArrayDataset\(\*source, batch_size=4\)`\.$",
+        ),
+        (
             functools.partial(SampleDataset, [1], colour="red"),
             TypeError,
             "colour",
@@ -527,6 +533,12 @@ class LikeTensorFlows:
 def test_what_cannot_be_meant_is_refused(make, error, said):
     with pytest.raises(error, match=said):
         make()
+
+
+def test_arrays_of_different_axes_are_samples_for_a_function_that_uses_them():
+    source = (np.ones((9, 2)), np.ones(9))
+    assert SampleDataset(source, transform=np.sum)[0].tolist() == [18, 9]
+    assert SampleDataset(source, collate=len)[0] == 2
 
 
 @pytest.mark.parametrize(
