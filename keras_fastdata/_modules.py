@@ -89,6 +89,16 @@ def is_users(name: Any, *, if_unknown: bool = False) -> bool:
     return not _has_installed(os.path.dirname(place))
 
 
+def loaded(name: str) -> Any:
+    """Returns a module; `None` if it is not imported, or not to its end.
+
+    Another thread may import it at this moment. Then it may lack anything.
+    """
+    module = sys.modules.get(name)
+    is_half = getattr(spec_of(module), "_initializing", False)
+    return None if is_half else module
+
+
 def spec_of(module: Any) -> Any:
     """Returns a module's spec, of which each import makes a new one.
 

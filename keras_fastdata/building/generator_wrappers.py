@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_fastdata._modules import loaded
 from keras_fastdata.building import seeding
 from keras_fastdata.building.attributes import is_gone
 
@@ -223,7 +224,7 @@ def wrapper_of(value: Any) -> Callable[[Any], GeneratorWrapper] | None:
     torch = seeding.loaded_torch()
     if torch is not None and isinstance(value, torch.Generator):
         return _TorchGenerator
-    keras_random = getattr(sys.modules.get("keras"), "random", None)
+    keras_random = getattr(loaded("keras"), "random", None)
     kind = getattr(keras_random, "SeedGenerator", None)
     if kind is not None and isinstance(value, kind):
         return KerasSeedGenerator

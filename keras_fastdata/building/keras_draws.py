@@ -8,11 +8,11 @@ Generators of NumPy, Python and PyTorch lock themselves.
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from typing import Any
 
 from keras_fastdata import _process_role
+from keras_fastdata._modules import loaded
 
 # Not a plain lock: a signal handler of the main thread may draw, too.
 _turn: Any = threading.RLock()
@@ -20,7 +20,7 @@ _turn: Any = threading.RLock()
 
 def take_turns() -> None:
     """Replaces `SeedGenerator.next`, if that was not done before."""
-    keras_random = getattr(sys.modules.get("keras"), "random", None)
+    keras_random = getattr(loaded("keras"), "random", None)
     kind: Any = getattr(keras_random, "SeedGenerator", None)
     if kind is None or hasattr(kind.next, "takes_turns"):
         return

@@ -14,6 +14,7 @@ import abc
 import collections
 import contextlib
 import dataclasses
+import enum
 import functools
 import logging
 import sys
@@ -185,7 +186,9 @@ class _VariableSearch:
             if self._is_new(value, bool(path)):
                 flat = value.reshape(-1)
                 self._containers.append(place._replace(value=flat))
-        elif isinstance(value, _LEAVES):
+                if _has_users_attributes(value):
+                    self._objects.append(place)
+        elif isinstance(value, _LEAVES) and not _has_users_attributes(value):
             return
         elif isinstance(value, types.ModuleType):
             self._modules.append(value)
@@ -249,7 +252,7 @@ class _VariableSearch:
                 self.value(item)
 
     def _object(self, value: Any, module: str, path: Path) -> None:
-        if isinstance(value, _BASES):
+        if isinstance(value, _BASES) and not isinstance(value, np.ndarray):
             place = _Waiting(value, module, path, self._kind)
             self._containers.append(place)
         if not is_users_object(value):
@@ -508,9 +511,16 @@ def _holds_leaves(container: Any) -> bool:
     return all(
         isinstance(item, _LEAVES)
         and not isinstance(item, np.ndarray)
+        and not _has_users_attributes(item)
         and not (is_mapping and _names_code(key))
         for key, item in _keyed_items(container)
     )
+
+
+def _has_users_attributes(value: Any) -> bool:
+    """Returns whether an object of a user's class has attributes of its own."""
+    is_open = has_attributes(value) and not isinstance(value, enum.Enum)
+    return is_open and is_users_object(value)
 
 
 def _names_code(key: Any) -> bool:

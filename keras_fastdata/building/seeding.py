@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import random
-import sys
 from typing import Any
 
 import numpy as np
 
+from keras_fastdata._modules import loaded
 from keras_fastdata.building import mt19937
 
 # First element of the spawn key: the purpose of a stream.
@@ -90,5 +90,4 @@ def global_states() -> dict[str, Any]:
 
 def loaded_torch() -> Any:
     """Returns the module `torch`, or `None` if it is not fully imported."""
-    torch = sys.modules.get("torch")
-    return torch if hasattr(torch, "default_generator") else None
+    return loaded("torch")

@@ -6,12 +6,10 @@ current folder is a setting of the module `os`.
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from keras_fastdata._modules import current_folder
+from keras_fastdata._modules import current_folder, loaded
 
 SettingsByModule = dict[str, dict[str, Any]]  # by module and name
 
@@ -56,13 +54,11 @@ def read() -> SettingsByModule:
     """
     found: SettingsByModule = {}
     for module_name, settings in _DEFAULTS.items():
-        if (module := sys.modules.get(module_name)) is not None:
+        if (module := loaded(module_name)) is not None:
             reader = _READERS.get(module_name, getattr)
-            # A module that is being imported may lack anything.
-            with contextlib.suppress(AttributeError):
-                found[module_name] = {
-                    name: reader(module, name) for name in settings
-                }
+            found[module_name] = {
+                name: reader(module, name) for name in settings
+            }
     return found
 
 

@@ -134,7 +134,7 @@ class _Notices:
         """Notes what there is now for modules that were imported since."""
         new = {
             name: spec
-            for name, module in list(sys.modules.items())
+            for name, module in sys.modules.copy().items()
             if (spec := spec_of(module)) is not None
             and (name not in cls.of or cls.of[name].spec is not spec)
         }
@@ -169,7 +169,7 @@ class _Users:
         cls.count = len(sys.modules)
         cls.modules = {
             name: module
-            for name, module in list(sys.modules.items())
+            for name, module in sys.modules.copy().items()
             if _is_users(module)
         }
 

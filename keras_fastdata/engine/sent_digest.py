@@ -212,6 +212,7 @@ class _SentPickler(Pickler):
         self._dataset = dataset
         self._has_data = has_data
         self._left = MOST_BYTES  # of arrays to read
+        self._looked_into: set[int] = set()  # arrays with attributes, by id
 
     @property
     def code(self) -> list[Any]:
@@ -253,15 +254,32 @@ class _SentPickler(Pickler):
             return _identity(obj), checksum_of(obj)
         if isinstance(obj, np.ndarray):
             is_small = obj.nbytes <= _FEW_BYTES
-            if is_small and obj.dtype.hasobject:
+            has_few_objects = is_small and obj.dtype.hasobject
+            if has_few_objects and not is_users_class(kind):
                 return None
-            identity = None if is_small else _identity(obj)
-            return identity, dtype_text(obj.dtype), self._checksum_of(obj)
+            return (
+                None if is_small else _identity(obj),
+                dtype_text(obj.dtype),
+                obj.view(np.ndarray)
+                if has_few_objects
+                else self._checksum_of(obj),
+                self._attributes_once(obj),
+            )
         if (tensor := as_plain_tensor(obj)) is not None:
             return _identity(obj), content_of_tensor(tensor, self._checksum_of)
         if isinstance(obj, _TAKEN_APART) or _is_open(kind):
             return None
         return _identity(obj)
+
+    def _attributes_once(self, array: Any) -> list[tuple[str, Any]] | None:
+        """Returns the attributes of an array of a user's class.
+
+        An attribute may lead to the array again.
+        """
+        if not is_users_class(type(array)) or id(array) in self._looked_into:
+            return None
+        self._looked_into.add(id(array))
+        return [*_parts_of(array)]
 
     def _checksum_of(self, values: Any) -> tuple[Any, ...] | None:
         """Returns an array's checksum, as long as not too much was read."""

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from typing import Any
 
+from keras_fastdata._modules import loaded
 from keras_fastdata.errors import LoaderError
 
 
@@ -97,7 +97,7 @@ def has_random_access(dataset: Any) -> bool:
 
 def _of_keras() -> Shard | None:
     """Returns this process's shard under `keras.distribution`, if in use."""
-    keras = sys.modules.get("keras")
+    keras = loaded("keras")
     library = getattr(keras, "distribution", None)
     if library is None:
         return None
@@ -115,7 +115,7 @@ def _of_tensorflow() -> Shard | None:
 
     A strategy of one process splits each batch itself.
     """
-    tf = sys.modules.get("tensorflow")
+    tf = loaded("tensorflow")
     distribute = getattr(tf, "distribute", None)
     if distribute is None or not distribute.has_strategy():
         return None
@@ -132,7 +132,7 @@ def _of_tensorflow() -> Shard | None:
 
 
 def _of_jax() -> Shard | None:
-    jax = sys.modules.get("jax")
+    jax = loaded("jax")
     library = getattr(jax, "distributed", None)
     is_initialized = getattr(library, "is_initialized", lambda: False)
     if jax is None or not is_initialized() or jax.process_count() < 2:
@@ -141,7 +141,7 @@ def _of_jax() -> Shard | None:
 
 
 def _of_torch() -> Shard | None:
-    library = sys.modules.get("torch.distributed")
+    library = loaded("torch.distributed")
     if library is None or not library.is_available():
         return None
     if not library.is_initialized() or library.get_world_size() < 2:

@@ -34,7 +34,7 @@ def reduce_by_value(obj: Any) -> Any:
             return reduced
         base: Any = next(b for b in kind.__mro__ if _is_of_c(b))
         values = () if base is object else (base(obj),)
-        return _make_marker, (kind, base, values), obj.__getstate__()
+        return made_by_base, (kind, base, values), obj.__getstate__()
     return NotImplemented
 
 
@@ -55,7 +55,7 @@ def _is_of_c(kind: type) -> bool:
     return not kind.__flags__ & MADE_BY_CODE
 
 
-def _make_marker(kind: Any, base: Any, values: tuple[Any, ...]) -> Any:
+def made_by_base(kind: Any, base: Any, values: tuple[Any, ...]) -> Any:
     """Makes an object as its builtin base class does.
 
     The methods of its own class may not be there yet.

@@ -15,7 +15,6 @@ import contextlib
 import io
 import pickle
 import struct
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata._modules import is_main
+from keras_fastdata._modules import is_main, loaded
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import class_refs, layout
 from keras_fastdata.memory.arena import (
@@ -457,10 +456,9 @@ def _converter(kind: type) -> Callable[[Any], Any] | None:
         return _TENSORFLOW.get(kind.__name__)
     if package in ("jax", "jaxlib"):
         return _reduce_jax
-    if package == "torch" or "torch" in sys.modules:
-        torch = sys.modules.get("torch")
-        if torch is not None and issubclass(kind, torch.Tensor):
-            return _reduce_torch
+    torch = loaded("torch")
+    if torch is not None and issubclass(kind, torch.Tensor):
+        return _reduce_torch
     return None
 
 

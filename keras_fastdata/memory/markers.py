@@ -56,7 +56,7 @@ class MarkerPlaces:
         if self._of_users is None:
             self._of_users = {
                 id(value): place
-                for name in filter(is_users, list(sys.modules))
+                for name in filter(is_users, sys.modules.copy())
                 for place, value in _variables_of(name)
                 if is_marker(value)
             }

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from keras_fastdata._modules import loaded
+
 _MEMORIES = (memoryview, bytearray, array.array)
 _TABLES = ("scipy", "pandas")  # packages of sparse matrices and tables
 _CONSTANT = frozenset([str, bytes, int, float, bool, type(None)])
@@ -141,7 +143,7 @@ def _is_constant(array: Any) -> bool:
 
 
 def _is_tensor(part: Any) -> bool:
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     return torch is not None and isinstance(part, torch.Tensor)
 
 
@@ -154,15 +156,14 @@ def _is_table(part: Any) -> bool:
 def _is_variable(part: Any) -> bool:
     """Returns whether an object is a variable of TensorFlow or Keras."""
     return any(
-        isinstance(part, getattr(sys.modules[package], "Variable", ()))
+        isinstance(part, getattr(loaded(package), "Variable", ()))
         for package in ("tensorflow", "keras")
-        if package in sys.modules
     )
 
 
 def _is_on_host_of_jax(part: Any) -> bool:
     """Returns whether an object is a JAX array in CPU memory."""
-    jax = sys.modules.get("jax")
+    jax = loaded("jax")
     if jax is None or not isinstance(part, jax.Array):
         return False
     if jax.dtypes.issubdtype(part.dtype, jax.dtypes.prng_key):
@@ -265,7 +266,7 @@ def _optree_of(item: Any) -> Any:
 
     A class can only be registered with `keras.tree` after optree is imported.
     """
-    optree = sys.modules.get("optree")
+    optree = loaded("optree")
     if optree is None or optree.tree_is_leaf(
         item, none_is_leaf=True, namespace="keras"
     ):

@@ -16,6 +16,7 @@
     classes of `__main__`                   without attributes deleted there
     objects of `__main__` with a name       by value, see `by_name`
     objects with `__getattr__`              without a call of it
+    subclasses that pickle does not keep    whole, see `lossy_reductions`
 
 A file must be the same one in the worker: a file that was deleted or replaced
 is refused, and a memory map of such a file travels by value. Threads, processes
@@ -46,10 +47,11 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata._modules import is_main
+from keras_fastdata._modules import is_main, loaded
 from keras_fastdata.memory import (
     by_name,
     delegating,
+    lossy_reductions,
     rebuilt_classes,
     tensors,
 )
@@ -125,7 +127,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 f"cannot pickle a {type(obj).__name__}: a copy would not be "
                 "connected to the original"
             )
-        if (h5py := sys.modules.get("h5py")) is not None:
+        if (h5py := loaded("h5py")) is not None:
             if isinstance(obj, (h5py.Group, h5py.Dataset)):
                 self._note(h5py)
                 return _reduce_h5(obj)
@@ -135,13 +137,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                     f"cannot pickle a {kind.__name__} of h5py: hold the file, "
                     "group or dataset in place of its `attrs` or `dims`"
                 )
-        if (keras := sys.modules.get("keras")) is not None:
-            callbacks = getattr(keras, "callbacks", None)
-            if isinstance(obj, getattr(callbacks, "Callback", ())):
-                return _reduce_callback(obj)
+        keras = loaded("keras")
+        if keras is not None and isinstance(obj, keras.callbacks.Callback):
+            return _reduce_callback(obj)
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented:
-            reduced = by_name.reduce_by_value(obj)
+            reduced = lossy_reductions.reduce_whole(obj)
+            if reduced is NotImplemented:
+                reduced = by_name.reduce_by_value(obj)
             if reduced is NotImplemented:
                 reduced = delegating.reduce_without_asking(obj)
         elif isinstance(reduced, tuple) and len(reduced) == _BY_VALUE:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata._modules import loaded
+
 _LARGE = 1 << 20  # bytes of a tensor that workers share
 
 
@@ -28,7 +30,7 @@ def as_plain_tensor(obj: Any) -> Any:
     """
     if is_tensor(obj):
         return obj
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     kind = getattr(torch, "Tensor", None)
     if torch is None or kind is None or not isinstance(obj, kind):
         return None

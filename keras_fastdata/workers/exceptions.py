@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import tblib
 
+from keras_fastdata._modules import loaded
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import class_refs
 
@@ -116,7 +117,7 @@ def shorten(error: BaseException) -> None:
     A bare `raise` afterwards does not add the caller's frame again.
     `keras.config.disable_traceback_filtering()` keeps all frames.
     """
-    keras = sys.modules.get("keras")
+    keras = loaded("keras")
     if keras and not keras.config.is_traceback_filtering_enabled():
         return
     met: set[int] = set()

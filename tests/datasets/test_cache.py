@@ -50,6 +50,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from places import PLACES, everywhere, quickly, somewhere
 from samples import Holds, Numbered, numbers, refused
+from subclasses import MAKERS
 
 from keras_fastdata import (
     ArrayDataset,
@@ -1895,3 +1896,24 @@ def test_an_edit_of_one_item_of_a_large_array_empties_a_directory(
             expected = dataset.items.diagonal()[:4].tolist()
             assert [item for (item,) in dataset] == expected
             dataset.items[epoch, epoch] = 5
+
+
+_EDITED = ("array", "counter", "array of objects", "text")
+
+
+@everywhere
+@pytest.mark.parametrize("kind", quickly(_EDITED, *_EDITED[:2]))
+def test_an_edit_of_an_object_of_a_users_subclass_empties_a_directory(
+    kind, place, tmp_path
+):
+    cache = {"cache": tmp_path, "cache_version": "1"}
+    thing = MAKERS[kind]()
+    for _ in range(2):
+        with Holds(thing, _scale, **cache, **PLACES[place]) as dataset:
+            for scale in (5, 6, 5):
+                thing.scale = scale
+                assert [int(batch) for batch in dataset] == [scale] * 3
+
+
+def _scale(thing, index):
+    return np.array(thing.scale)

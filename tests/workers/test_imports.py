@@ -8,7 +8,9 @@ import, and their own if each imports the package itself.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
+import importlib.machinery
 import os
 import pathlib
 import resource
@@ -16,12 +18,14 @@ import signal
 import sys
 import textwrap
 import threading
+import types
 
 import keras
 import numpy as np
 import psutil
 import pytest
-from places import quickly
+from places import PLACES, everywhere, quickly
+from samples import Numbered, numbers
 from trainers import Trainer
 
 from keras_fastdata import LoaderError
@@ -916,3 +920,48 @@ def test_devices_that_an_import_opens_are_seen(monkeypatch):
         assert "/dev/zero" not in imports._devices()  # any process has that
         monkeypatch.setattr(imports, "_COMMON_DEVICES", set())
         assert "/dev/zero" in imports._devices()
+
+
+@kept
+@everywhere
+def test_modules_that_another_thread_imports_are_left_alone(place, monkeypatch):
+    """A module that is not imported to its end may lack anything."""
+    for name in (*FRAMEWORKS, "torch.distributed", "PIL.ImageFile"):
+        if name not in sys.modules:
+            monkeypatch.setitem(sys.modules, name, half_imported(name))
+    with Numbered(**PLACES[place]) as dataset:
+        assert numbers(dataset) == [*range(10)]
+
+
+FRAMEWORKS = ("tensorflow", "torch", "jax", "h5py", "optree", "PIL.Image")
+
+
+def half_imported(name):
+    """A module that has nothing yet."""
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    module.__spec__._initializing = True
+    return module
+
+
+@kept
+@everywhere
+def test_an_import_at_any_moment_breaks_no_epoch(place, monkeypatch):
+    """Python may switch threads whenever it collects garbage."""
+    names = []
+
+    def import_one(phase, _):
+        names.append(f"imported_{len(names)}")
+        monkeypatch.setitem(sys.modules, names[-1], types.ModuleType("some"))
+
+    often = gc.get_threshold()
+    with Numbered(**PLACES[place]) as dataset:
+        gc.callbacks.append(import_one)
+        gc.set_threshold(5)
+        try:
+            found = numbers(dataset)
+        finally:
+            gc.set_threshold(*often)
+            gc.callbacks.remove(import_one)
+    assert names
+    assert found == [*range(10)]

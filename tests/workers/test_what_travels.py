@@ -41,7 +41,9 @@ from class_kinds import (
     of_slots,
     of_wrapping,
 )
+from PIL import Image
 from samples import Holds, MapsAFile, h5_item, hold, rest_of, row
+from subclasses import MAKERS
 
 from keras_fastdata import DatasetPicklingError
 from keras_fastdata.engine import module_sources
@@ -766,3 +768,67 @@ def test_objects_of_a_script_that_pickle_sends_by_name_reach_processes(
     ran = zygote.run(path)
     wanted = ["[0, 1, 7]", "[1, 1, 7]"] * 4
     assert ran.stdout.splitlines() == wanted, ran.stderr
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_an_object_of_a_users_subclass_arrives_whole(kind):
+    thing = MAKERS[kind]()
+    there = pickle.loads(dumps([thing, thing]))
+    assert there[0] is there[1]
+    assert type(there[0]) is type(thing)
+    np.testing.assert_equal(_content_of(there[0]), _content_of(thing))
+    again = pickle.loads(dumps(there[0]))
+    np.testing.assert_equal(_content_of(again), _content_of(thing))
+
+
+def _content_of(thing):
+    """What pickle tells, with the attributes that it forgets."""
+    bits = getattr(thing, "bit_generator", None)
+    scale = getattr(thing, "scale", None) or bits.scale
+    state = None if bits is None else bits.state
+    if isinstance(thing, np.ma.MaskedArray):
+        state = thing.tolist()
+    # The first part is the class, or what makes an object of another one.
+    parts = None if state else pickle.dumps(thing.__reduce_ex__(5)[1:])
+    return type(thing), scale, state, parts
+
+
+def test_workers_see_each_edit_of_an_object_of_a_users_subclass():
+    # The generator that holds the bits is not the user's.
+    kinds = [kind for kind in MAKERS if kind != "generator of bits"]
+    things = {kind: MAKERS[kind]() for kind in kinds}
+
+    def scales(things, index):
+        return np.array([thing.scale for thing in things.values()])
+
+    with Holds(things, scales, **PROCESS) as dataset:
+        assert next(iter(dataset)).tolist() == [5] * len(things)
+        for number, thing in enumerate(things.values(), 1):
+            thing.scale = 6
+            expected = [6] * number + [5] * (len(things) - number)
+            assert next(iter(dataset)).tolist() == expected
+
+
+@pytest.mark.parametrize("mode", ["P", "PA"])
+@pytest.mark.parametrize("colors", ["RGB", "RGBA"])
+def test_an_image_with_a_palette_keeps_its_colors(mode, colors):
+    image = Image.new(mode, (1, 2))
+    image.putdata([0, 1] if mode == "P" else [(0, 9), (1, 200)])
+    image.putpalette([*range(10, 10 + 2 * len(colors))], colors)
+    there = pickle.loads(dumps(image))
+    assert there.mode == mode
+    np.testing.assert_array_equal(
+        np.asarray(there.convert("RGBA")), np.asarray(image.convert("RGBA"))
+    )
+
+
+def test_an_image_with_a_transparent_color_keeps_that(tmp_path):
+    image = Image.new("P", (1, 2))
+    image.putdata([0, 1])
+    image.putpalette([10, 20, 30, 40, 50, 60])
+    image.save(tmp_path / "a.png", transparency=1)
+    opened = Image.open(tmp_path / "a.png")
+    there = pickle.loads(dumps(opened))
+    np.testing.assert_array_equal(
+        np.asarray(there.convert("RGBA")), np.asarray(opened.convert("RGBA"))
+    )

@@ -183,7 +183,9 @@ def _reason_against(known: set[str], devices: set[str]) -> str:
         time.sleep(_LOOK_S)
     if opened := _devices() - devices:
         return f"it opens {', '.join(sorted(opened))}"
-    tops = {name.partition(".")[0] for name in sys.modules.keys() - known}
+    tops = {
+        name.partition(".")[0] for name in sys.modules.copy().keys() - known
+    }
     # `multiprocessing` adds a second name of `__main__`.
     users = (name for name in tops if is_users(name) and not is_main(name))
     if theirs := sorted(users):

@@ -51,7 +51,7 @@ def specs_of(stamps: Iterable[Stamp]) -> dict[str, object]:
     tops = {name for name, *_ in stamps}
     return {
         name: spec_of(module)
-        for name, module in list(sys.modules.items())
+        for name, module in sys.modules.copy().items()
         if name.partition(".")[0] in tops
     }
 
