@@ -411,8 +411,8 @@ class FastPyDataset(_Base):
         "epoch of `fit`, each validation and each `for` loop counts as one."
     )
     worker_index: _WhileBuilding[int | None] = _WhileBuilding(
-        "The index of the worker that builds the batch, from 0; `None` "
-        "outside of workers."
+        "The index of the worker that builds the batch, from 0. It is 0 if "
+        "`workers=0`, and `None` in `dataset[index]`."
     )
     empty: _WhileBuilding[Empty] = _WhileBuilding(
         "`self.empty(shape, dtype='float32')`: an uninitialized array. In a "

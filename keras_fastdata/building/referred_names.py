@@ -82,6 +82,7 @@ _FUNCTIONS = (types.FunctionType, *_METHODS)
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _MAPPINGS: tuple[Any, ...] = (dict, types.MappingProxyType)
 _BASES = (*_MAPPINGS, list, tuple, collections.deque, np.ndarray)
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 _LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
 
 _log = logging.getLogger("keras_fastdata")
@@ -197,7 +198,7 @@ class _VariableSearch:
             self._function(value, module, path)
         elif isinstance(value, type):
             self._class(value)
-        elif type(value) in CONTAINERS:
+        elif type(value) in (*CONTAINERS, types.MappingProxyType):
             # One that holds nothing else is compared and sent whole.
             has_parts = not _holds_leaves(value)
             if has_parts and self._is_new(value, bool(path)):
@@ -205,6 +206,9 @@ class _VariableSearch:
         elif is_users_object(value):
             if self._is_new(value, bool(path)):
                 self._objects.append(place)
+        elif isinstance(value, _WEAK) and path[:1] == (SELF,):
+            read = functools.partial(getattr, value, "data")
+            self._note(read, value, "data", module, (*path, "data"))
         else:
             for number, part in enumerate(parts_of(value)):
                 if path:
@@ -245,11 +249,15 @@ class _VariableSearch:
         any_key = bool(path) and is_by_value(module, path)
         step = PartKey if is_large else ItemKey
         for key, item in items:
+            there = (*path, step(key))
             if path and (any_key or is_key(key)):
                 read = functools.partial(_read, held, base.__getitem__, key)
-                self._note(read, value, "", module, (*path, step(key)))
+                self._note(read, value, "", module, there)
             else:
                 self.value(item)
+            if not _is_plain_key(key):
+                # Workers cannot be told of a key of a module's.
+                self.value(key, module, there if path[:1] == (SELF,) else ())
 
     def _object(self, value: Any, module: str, path: Path) -> None:
         if isinstance(value, _BASES) and not isinstance(value, np.ndarray):
@@ -507,30 +515,30 @@ def _keyed_items(container: Any) -> list[tuple[Any, Any]]:
 
 def _holds_leaves(container: Any) -> bool:
     """Returns whether a container holds numbers, texts and the like alone."""
-    is_mapping = isinstance(container, _MAPPINGS)
     return all(
         isinstance(item, _LEAVES)
         and not isinstance(item, np.ndarray)
         and not _has_users_attributes(item)
-        and not (is_mapping and _names_code(key))
+        and _is_plain_key(key)
         for key, item in _keyed_items(container)
     )
+
+
+def _is_plain_key(key: Any) -> bool:
+    """Returns whether a key has no part to look at, nor any object in it.
+
+    Classes and members of enums are not plain.
+    """
+    if type(key) is tuple:
+        return all(map(_is_plain_key, key))
+    is_data = isinstance(key, _LEAVES) and not _has_users_attributes(key)
+    return is_data and not isinstance(key, CODE)
 
 
 def _has_users_attributes(value: Any) -> bool:
     """Returns whether an object of a user's class has attributes of its own."""
     is_open = has_attributes(value) and not isinstance(value, enum.Enum)
     return is_open and is_users_object(value)
-
-
-def _names_code(key: Any) -> bool:
-    """Returns whether a key is, or has in it, a class or a member of an enum.
-
-    These are not plain.
-    """
-    if type(key) is tuple:
-        return any(map(_names_code, key))
-    return isinstance(key, CODE)
 
 
 def _reference(value: Any) -> Callable[[], Any]:

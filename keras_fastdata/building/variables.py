@@ -8,6 +8,7 @@ import configparser
 import dataclasses
 import enum
 import functools
+import gc
 import threading
 import types
 import weakref
@@ -26,6 +27,11 @@ OPEN = (
     *(threading.Event, configparser.RawConfigParser),
 )
 CODE = (enum.Enum, type)
+_VIEWS: tuple[type, ...] = (
+    type({}.keys()),
+    type({}.values()),
+    type({}.items()),
+)
 _NO_OWNER = (types.ModuleType, types.NoneType, type)  # of functions of C
 _KEYS = (str, bytes, int, float, type(None), *CODE)
 
@@ -170,7 +176,10 @@ def part_at(value: Any, number: int) -> Any:
 
 
 def parts_of(value: Any) -> list[Any]:
-    """Returns the objects inside a wrapper such as `partial` or `property`."""
+    """Returns the objects inside a wrapper such as `partial` or `property`.
+
+    Of a container, these are not its items.
+    """
     if isinstance(value, (staticmethod, classmethod)):
         return [value.__func__]
     if isinstance(value, property):
@@ -182,6 +191,12 @@ def parts_of(value: Any) -> list[Any]:
         return [] if isinstance(owner, _NO_OWNER) else [owner]
     if isinstance(value, functools.cached_property):
         return [value.func]
+    if isinstance(value, collections.defaultdict):
+        return [value.default_factory]
+    if isinstance(value, _VIEWS):
+        return gc.get_referents(
+            value
+        )  # its `mapping` is a new object each time
     if isinstance(value, (functools.partial, functools.partialmethod)):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, functools._lru_cache_wrapper):

@@ -17,6 +17,7 @@ import itertools
 import operator
 import pathlib
 import re
+import types
 import uuid
 import weakref
 import zoneinfo
@@ -129,6 +130,11 @@ def content_of(value: Any, most_bytes: int | None = None) -> Any:
     Returns `None` for other values.
     """
     kind = type(value)
+    if kind is memoryview:
+        value = np.asarray(value)
+    if kind is types.MappingProxyType:
+        items = first_items(value)
+        return Items(len(value), items + first_items(value.values()))
     if kind in (list, set, collections.deque, *MAPPINGS, *NAMESPACES):
         if is_plain(value):
             return repr(value)

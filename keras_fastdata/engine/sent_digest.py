@@ -53,6 +53,7 @@ _SCALARS = (int, float, complex, types.NoneType, np.generic)
 _CONTAINERS = {
     *(list, tuple, dict, set, frozenset),
     *(collections.deque, collections.OrderedDict, collections.defaultdict),
+    collections.Counter,
 }
 # Objects that pickle takes apart without a method of the user's.
 _TAKEN_APART = (
@@ -140,7 +141,10 @@ def size_of(value: Any) -> int:
     """Returns the bytes of an array or a tensor, and 0 of anything else."""
     if isinstance(value, (bytearray, array.array)):
         return len(value) * getattr(value, "itemsize", 1)
-    if isinstance(value, np.ndarray) or as_plain_tensor(value) is not None:
+    if (
+        isinstance(value, (np.ndarray, memoryview))
+        or as_plain_tensor(value) is not None
+    ):
         size: int = value.nbytes
         return size
     return 0
@@ -154,7 +158,7 @@ def content_of_tensor(
     In place of a checksum, a tensor that is more than numbers in memory has the
     number of the edits that PyTorch has counted.
     """
-    memory = array_of(tensor)
+    memory = array_of(tensor.detach())
     if memory is not None:
         return str(tensor.dtype), checksum(memory)
     is_counted = not tensor.is_inference()
@@ -252,6 +256,8 @@ class _SentPickler(Pickler):
             return _identity(obj), items
         if kind is array.array or kind is bytearray:
             return _identity(obj), checksum_of(obj)
+        if kind is memoryview:
+            return _identity(obj), self._checksum_of(np.asarray(obj))
         if isinstance(obj, np.ndarray):
             is_small = obj.nbytes <= _FEW_BYTES
             has_few_objects = is_small and obj.dtype.hasobject

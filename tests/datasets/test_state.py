@@ -11,8 +11,9 @@ import warnings
 
 import numpy as np
 import pytest
+from edited_holders import HOLDERS
 from places import EVERY_KIND
-from samples import Leveled, Numbered, OpensFiles, numbers
+from samples import Holds, Leveled, Numbered, OpensFiles, numbers
 
 from keras_fastdata import FastPyDataset
 from keras_fastdata.building.worker_state import LostStateMonitor
@@ -728,3 +729,24 @@ def test_a_variable_of_a_function_around_the_class_is_as_it_is_now(place):
     with Enclosed(length=4, **place) as dataset:
         for level in range(3):
             assert _levels(dataset) == [level] * 4
+
+
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize("where", ["inline", "thread", "process"])
+@pytest.mark.parametrize("name", HOLDERS)
+def test_an_edit_shows_wherever_the_dataset_holds_the_number(
+    name, where, cache
+):
+    if "PyTorch" in name:
+        pytest.importorskip("torch")
+    edited = HOLDERS[name]()
+    read = edited.read
+
+    def use(held, _):
+        return np.array(read(held))
+
+    kinds = EVERY_KIND[where]
+    with Holds(edited.held, use, cache=cache, **kinds) as dataset:
+        for number in range(3):
+            edited.edit(number)
+            assert [int(batch) for batch in dataset] == [number] * 3
