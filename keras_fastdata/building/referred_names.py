@@ -270,18 +270,21 @@ class _VariableSearch:
             return
         self._class(type(value))
         attributes, held = attributes_of(value), _reference(value)
-        # Builds change the attributes of this package's datasets.
+        # Builds change private attributes of this package's datasets.
+        is_dataset = PRIVATE in attributes
         is_ours = type(value).__module__.startswith("keras_fastdata.")
         if path and path != (SELF,) and has_attributes(value) and not is_ours:
             self._note_size(attributes, path)
         for name in list(attributes):
             if name == PRIVATE:
                 continue
-            if path and not is_ours:
+            part = attributes.get(name)
+            is_given = is_dataset and type(part) in (*CONTAINERS, np.ndarray)
+            is_open = not is_ours or (is_given and not name.startswith("_"))
+            if path and is_open:
                 read = functools.partial(_read, held, _attribute, name)
                 self._note(read, value, name, module, (*path, name))
             else:
-                part = attributes.get(name)
                 self.value(part, module, (*path, name) if path else ())
         kind: Any = type(value)
         for slot in slots_of(kind):

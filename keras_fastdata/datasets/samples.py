@@ -172,11 +172,11 @@ class SampleDataset(SampledDataset):
             are shuffled together, at least 1. Parts come in random order, and
             each window of so many samples is shuffled. `None`: all samples
             are shuffled together.
-        bucket_by: The length of each sample: an array of numbers, or a
-            function of a sample, which is called once for each, or the name
-            of a column, of lengths or of lists. A batch then has samples of
-            similar length, so that less is padded. `None`: lengths do not
-            matter.
+        bucket_by: The length of each sample: an array of numbers, which is
+            copied, or a function of a sample, which is called once for each, or
+            the name of a column, of lengths or of lists. A batch then has
+            samples of similar length, so that less is padded. `None`: lengths
+            do not matter.
         bucket_batches: With `bucket_by`: how many batches are sorted by length
             together, at least 1. A larger number means less padding, a
             smaller number means a more random order. Defaults to 100.

@@ -7,6 +7,7 @@ Positions number the samples of an epoch; batch k begins at position
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
@@ -86,7 +87,9 @@ class SampledDataset(FastPyDataset):
             per_epoch=optional_integer(
                 "samples_per_epoch", samples_per_epoch, least=1
             ),
-            bucket_by=bucket_by,
+            bucket_by=copy.copy(bucket_by)
+            if isinstance(bucket_by, (list, np.ndarray))
+            else bucket_by,
             bucket_batches=integer("bucket_batches", bucket_batches, least=1),
         )
         decides = shuffle is not None or sampler is not None

@@ -20,7 +20,7 @@ from sample_samples import (
     halves,
 )
 
-from keras_fastdata import GeneratorDataset, SampleDataset
+from keras_fastdata import GeneratorDataset, SampleDataset, combine
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -640,3 +640,20 @@ def test_a_function_that_chooses_samples_is_asked_again_after_a_change():
     chosen["index"] = 2
     dataset.mark_changed()
     assert dataset[0].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("cache", [None, "memory"])
+@everywhere
+@pytest.mark.parametrize("make", [list, np.asarray])
+def test_an_edit_of_the_source_shows_in_the_next_epoch(make, place, cache):
+    source = make([0.0] * 5)
+    inner = SampleDataset(source, 2)
+    kinds = PLACES[place]
+    outer = SampleDataset(source, 2, cache=cache, **kinds)
+    both = combine.concat([inner], cache=cache, **kinds)
+    with outer, both:
+        for epoch in range(3):
+            source[4] = epoch
+            for dataset in (outer, both):
+                *_, (last,) = dataset
+                assert last == epoch

@@ -338,3 +338,20 @@ def test_buckets_follow_a_dataset_that_changes(place):
                 assert lengths == sorted(lengths)
             assert batches[0][:2] == [0, 4]
             dataset.on_epoch_end()
+
+
+@everywhere
+@pytest.mark.parametrize("make", [list, np.asarray])
+def test_later_edits_of_lengths_and_weights_change_no_order(make, place):
+    lengths, weights = make([3, 1, 2, 0]), np.array([1.0, 0, 0, 0])
+    source = [0, 1, 2, 3]
+    bucketed = SampleDataset(
+        source, 2, seed=1, bucket_by=lengths, **PLACES[place]
+    )
+    weighted = SampleDataset(source, 2, sampler=weights, **PLACES[place])
+    with bucketed, weighted:
+        before = [batch.tolist() for batch in bucketed]
+        lengths[:] = [0, 1, 2, 3]
+        weights[:] = [0, 0, 0, 1]
+        assert [batch.tolist() for batch in bucketed] == before
+        assert [batch.tolist() for batch in weighted] == [[0, 0]] * 2
