@@ -279,8 +279,7 @@ class _VariableSearch:
             if name == PRIVATE:
                 continue
             part = attributes.get(name)
-            is_given = is_dataset and type(part) in (*CONTAINERS, np.ndarray)
-            is_open = not is_ours or (is_given and not name.startswith("_"))
+            is_open = not is_ours or (is_dataset and not name.startswith("_"))
             if path and is_open:
                 read = functools.partial(_read, held, _attribute, name)
                 self._note(read, value, name, module, (*path, name))

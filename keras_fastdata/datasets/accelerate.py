@@ -12,6 +12,8 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from keras_fastdata._dataset_internals import answer, mark_changed
 from keras_fastdata._validation import arguments_of, unknown_arguments
 from keras_fastdata.building.interface import EPOCH_HOOKS
@@ -90,6 +92,24 @@ def _check_indexable(dataset: Any) -> None:
         )
 
 
+def _draw_order(dataset: Any, seed: int | None) -> None:
+    """Draws the first order as Keras would draw it for the first batch.
+
+    `seed` counts if Keras's dataset was given none.
+    """
+    if dataset.seed is not None:
+        seed = dataset.seed + dataset.total_batches_seen
+    before = np.random.get_state()
+    if seed is not None:
+        np.random.seed(seed % _SEEDS)
+    dataset._set_index_array()  # noqa: SLF001 - as Keras does
+    if seed is not None:
+        np.random.set_state(before)
+
+
+_SEEDS = 1 << 32  # that `np.random.seed` takes
+
+
 class _Wrapped(FastPyDataset):
     """A `FastPyDataset` that builds the batches of another dataset."""
 
@@ -97,7 +117,7 @@ class _Wrapped(FastPyDataset):
         super().__init__(**kwargs)
         self._fastdata_wrapped = dataset
         if _counts_batches(dataset) and dataset.index_array is None:
-            dataset._set_index_array()  # noqa: SLF001 - as Keras would
+            _draw_order(dataset, kwargs.get("seed"))
 
     @property
     def num_batches(self) -> int | None:

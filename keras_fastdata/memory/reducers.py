@@ -11,6 +11,7 @@
     cached functions of `__main__`          wrapped again, with an empty cache
     weak dicts                              with their items, held weakly
     Keras's callbacks                       without the model that they are for
+    Keras's layers                          also of the user's classes, whole
     markers (`MISSING = object()`)          by the names that modules have
     the global random generators            the worker's own
     classes of `__main__`                   without attributes deleted there
@@ -51,6 +52,7 @@ from keras_fastdata._modules import is_main, loaded
 from keras_fastdata.memory import (
     by_name,
     delegating,
+    keras_layers,
     lossy_reductions,
     rebuilt_classes,
     tensors,
@@ -142,7 +144,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _reduce_callback(obj)
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented:
-            reduced = lossy_reductions.reduce_whole(obj)
+            reduced = keras_layers.reduce_layer(obj)
+            if reduced is NotImplemented:
+                reduced = lossy_reductions.reduce_whole(obj)
             if reduced is NotImplemented:
                 reduced = by_name.reduce_by_value(obj)
             if reduced is NotImplemented:

@@ -18,6 +18,7 @@ from accelerate_samples import (
 )
 from keras.src.legacy.preprocessing.image import ImageDataGenerator
 from PIL import Image
+from places import KINDS
 
 from keras_fastdata import FastPyDataset, accelerate
 
@@ -231,6 +232,21 @@ def test_images_are_augmented_alike_in_any_number_of_processes(
     assert walk(made) == inline
     images = [x for epoch in inline for x, _ in epoch]
     assert len(set(images)) == 6
+
+
+@pytest.mark.parametrize("place", KINDS)
+@pytest.mark.parametrize("seeded", ["Keras's", "the wrapper"])
+def test_the_first_order_comes_from_the_seed(seeded, place):
+    rows, seed = np.zeros((12, 8, 8, 3), "uint8"), 7
+    of_keras = seed if seeded == "Keras's" else None
+    before = np.random.get_state()[1].tolist()
+    made = accelerate(flow(rows, of_keras), seed=seed, **KINDS[place])
+    assert np.random.get_state()[1].tolist() == before
+    with made:
+        found = [int(label) for _, labels in made for label in labels]
+    stock = flow(rows, seed)
+    stock_batches = [stock[index] for index in range(len(stock))]
+    assert found == [int(y) for _, labels in stock_batches for y in labels]
 
 
 @pytest.mark.backend

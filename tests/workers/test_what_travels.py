@@ -832,3 +832,93 @@ def test_an_image_with_a_transparent_color_keeps_that(tmp_path):
     np.testing.assert_array_equal(
         np.asarray(there.convert("RGBA")), np.asarray(opened.convert("RGBA"))
     )
+
+
+def _layers():
+    """Layers whose attributes were set later, with what each makes of 1."""
+
+    @keras.saving.register_keras_serializable("tests")
+    class Registered(keras.layers.Layer):
+        def __init__(self, scale=2.0, **kwargs):
+            super().__init__(**kwargs)
+            self.scale = scale
+            self.table = np.ones(1, "float32")
+
+        def call(self, x):
+            return x * self.scale * self.table
+
+        def get_config(self):
+            return {**super().get_config(), "scale": self.scale}
+
+    class Unregistered(Registered):
+        pass
+
+    outer = keras.Sequential([keras.layers.Rescaling(1.0), Registered(4.0)])
+    outer.layers[0].scale = 3.0
+    later = Unregistered()
+    later.scale, later.table = 5.0, np.full(1, 2, "float32")
+    builtin = keras.layers.Rescaling(1.0)
+    builtin.offset = 0.5
+    return {
+        "a registered class": (Registered(3.0), 3.0),
+        "another class": (later, 10.0),
+        "of Keras": (builtin, 1.5),
+        "within a model": (outer, 12.0),
+    }
+
+
+def _of_one(layer, _=None):
+    return keras.ops.convert_to_numpy(layer(np.ones((1, 1), "float32")))
+
+
+@pytest.mark.parametrize("kind", _layers())
+def test_a_layer_of_keras_arrives_whole(kind):
+    layer, made_of_one = _layers()[kind]
+    assert _of_one(layer) == made_of_one
+    pickled = dumps(layer)
+    keras.saving.get_custom_objects().clear()  # as in a worker
+    assert _of_one(pickle.loads(pickled)) == made_of_one
+
+
+@pytest.mark.backend
+def test_a_layer_of_a_class_of_the_script_is_used_in_workers(tmp_path, zygote):
+    path = tmp_path / "script.py"
+    path.write_text(LAYER_SCRIPT)
+    ran = zygote.run(path)
+    assert ran.stdout.splitlines() == ["[6.0, 6.0]"], ran.stderr
+
+
+LAYER_SCRIPT = """
+import keras
+import numpy as np
+from keras_fastdata import FastPyDataset
+
+@keras.saving.register_keras_serializable()
+class Scaled(keras.layers.Layer):
+    def __init__(self, scale, **kwargs):
+        super().__init__(**kwargs)
+        self.scale = scale
+
+    def call(self, x):
+        return x * self.scale
+
+    def get_config(self):
+        return {**super().get_config(), "scale": self.scale}
+
+class Mine(FastPyDataset):
+    def __init__(self, layer, **kwargs):
+        super().__init__(**kwargs)
+        self.layer = layer
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        x = keras.ops.ones((1, 1))
+        return keras.ops.convert_to_numpy(self.layer(x))
+
+layer = Scaled(3.0)
+layer.scale = 6.0
+with Mine(layer, workers=1, use_multiprocessing=True) as dataset:
+    print([float(batch.item()) for batch in dataset])
+"""
