@@ -167,15 +167,8 @@ class _VariableSearch:
     def found(self) -> Iterator[Variable]:
         """Yields what was found, with what is known of assignments."""
         yield from self._process.of_others()
-        assigned = self.assignments
-        for variable, owner, name in self._found:
-            yield dataclasses.replace(
-                variable,
-                is_assigned=variable.is_assigned
-                or assigned.is_assigned(owner, name),
-                is_edited=variable.is_edited
-                or assigned.is_edited(owner, name, variable.value),
-            )
+        for found in self._found:
+            yield _completed(found, self.assignments)
 
     def value(self, value: Any, module: str = "", path: Path = ()) -> None:
         """Collects what a value refers to; `path` may be its own variable."""
@@ -207,7 +200,9 @@ class _VariableSearch:
             if self._is_new(value, bool(path)):
                 self._objects.append(place)
         elif isinstance(value, _WEAK) and path[:1] == (SELF,):
-            read = functools.partial(getattr, value, "data")
+            read = functools.partial(
+                _read, _reference(value), _attribute, "data"
+            )
             self._note(read, value, "data", module, (*path, "data"))
         else:
             for number, part in enumerate(parts_of(value)):
@@ -270,20 +265,18 @@ class _VariableSearch:
             return
         self._class(type(value))
         attributes, held = attributes_of(value), _reference(value)
-        # Builds change private attributes of this package's datasets.
-        is_dataset = PRIVATE in attributes
         is_ours = type(value).__module__.startswith("keras_fastdata.")
+        given = _given_to(attributes)
         if path and path != (SELF,) and has_attributes(value) and not is_ours:
             self._note_size(attributes, path)
         for name in list(attributes):
             if name == PRIVATE:
                 continue
-            part = attributes.get(name)
-            is_open = not is_ours or (is_dataset and not name.startswith("_"))
-            if path and is_open:
+            if path and (not is_ours or name in given):
                 read = functools.partial(_read, held, _attribute, name)
                 self._note(read, value, name, module, (*path, name))
             else:
+                part = attributes.get(name)
                 self.value(part, module, (*path, name) if path else ())
         kind: Any = type(value)
         for slot in slots_of(kind):
@@ -339,11 +332,8 @@ class _VariableSearch:
             module, path = home, own
         if not is_users_code(home):
             # Its variables are the library's, but it may hold what is not.
-            for cell in cells_of(function).values():
-                with contextlib.suppress(ValueError):  # not assigned yet
-                    self.value(cell.cell_contents)
-            self.value(function.__defaults__)
-            self.value(function.__kwdefaults__)
+            for part in _held_by(function):
+                self.value(part)
             return
         self._parts_of_function(function, module, path)
         attributes = function.__dict__
@@ -428,10 +418,7 @@ class _VariableSearch:
         self._add(variable, owner, name)
         value = variable.value
         function = value.__func__ if isinstance(value, _METHODS) else value
-        if isinstance(function, types.FunctionType) and (
-            isinstance(owner, type)
-            or (isinstance(owner, dict) and "__name__" in owner)
-        ):
+        if isinstance(function, types.FunctionType) and _names_functions(owner):
             self.assignments.name(function, name)
             self._function(function, module, path)
         # The function that names a module uses it under its names alone.
@@ -442,6 +429,25 @@ class _VariableSearch:
         self, variable: Variable, owner: Any = None, name: str = ""
     ) -> None:
         self._found.append(_FoundVariable(variable, owner, name))
+
+
+def _completed(found: _FoundVariable, assigned: Assignments) -> Variable:
+    """Returns a variable with what is known of assignments."""
+    variable, owner, name = found
+    return dataclasses.replace(
+        variable,
+        is_assigned=variable.is_assigned or assigned.is_assigned(owner, name),
+        is_edited=variable.is_edited
+        or assigned.is_edited(owner, name, variable.value),
+    )
+
+
+def _held_by(function: types.FunctionType) -> Iterator[Any]:
+    """Yields the outer variables and the default values of a function."""
+    for cell in cells_of(function).values():
+        with contextlib.suppress(ValueError):  # not assigned yet
+            yield cell.cell_contents
+    yield from (function.__defaults__, function.__kwdefaults__)
 
 
 def _first_parts(value: Any) -> Iterator[tuple[str, Any]]:
@@ -559,6 +565,22 @@ def _read(held: Callable[[], Any], read: Callable[..., Any], *key: Any) -> Any:
     if (value := held()) is None:
         raise LookupError("the object was collected")
     return read(value, *key)
+
+
+def _given_to(attributes: dict[str, Any]) -> set[str]:
+    """Returns the names of the attributes that a dataset was given.
+
+    Builds change the private attributes of this package's datasets.
+    """
+    if PRIVATE not in attributes:
+        return set()
+    return {name for name in attributes if not name.startswith("_")}
+
+
+def _names_functions(owner: Any) -> bool:
+    """Returns whether an object is a class, or the variables of a module."""
+    is_module = isinstance(owner, dict) and "__name__" in owner
+    return is_module or isinstance(owner, type)
 
 
 def _attribute(value: Any, name: str) -> Any:

@@ -511,6 +511,7 @@ def _holds_columns(dataset: SampleDataset, source: Any) -> bool:
     uses_samples = (
         dataset.transform is not None
         or dataset.collate is not None
+        or dataset._fastdata_padded.to is not None
         or not _is_inherited(dataset, "get_sample")
     )
     if uses_samples or not isinstance(source, (tuple, list)):

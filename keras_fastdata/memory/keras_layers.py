@@ -8,6 +8,7 @@ And attributes that the program has set since the layer was made, such as
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -78,8 +79,7 @@ def _make_again(
     classes: dict[str, type],
     attributes: dict[tuple[Any, ...], dict[str, Any]],
 ) -> Any:
-    import keras
-
+    keras: Any = importlib.import_module("keras")
     with keras.saving.custom_object_scope(classes):
         made = make(*args)
     for path, layer in _layers_in(keras, made).items():
