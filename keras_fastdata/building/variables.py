@@ -194,9 +194,8 @@ def parts_of(value: Any) -> list[Any]:
     if isinstance(value, collections.defaultdict):
         return [value.default_factory]
     if isinstance(value, _VIEWS):
-        return gc.get_referents(
-            value
-        )  # its `mapping` is a new object each time
+        # Its `mapping` is another object each time.
+        return gc.get_referents(value)
     if isinstance(value, (functools.partial, functools.partialmethod)):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, functools._lru_cache_wrapper):
