@@ -834,6 +834,20 @@ def test_an_image_with_a_transparent_color_keeps_that(tmp_path):
     )
 
 
+class _Pair(typing.NamedTuple):
+    first: float
+    others: list
+
+
+class _Options:
+    def __init__(self):
+        self.level, self.rng = 1.0, np.random.default_rng(1)
+
+
+def _square(x):
+    return x * x
+
+
 def _layers():
     """Layers whose attributes were set later, with what each makes of 1."""
 
@@ -841,11 +855,17 @@ def _layers():
     class Registered(keras.layers.Layer):
         def __init__(self, scale=2.0, **kwargs):
             super().__init__(**kwargs)
-            self.scale = scale
+            self.scale, self._power, self.gain = scale, 1.0, np.float32(1)
             self.table = np.ones(1, "float32")
+            self.pair = _Pair(1.0, [1.0])
+            self.nested = {"a": [(1.0, {"b": 1.0})]}
+            self.options, self.function = _Options(), float
 
         def call(self, x):
-            return x * self.scale * self.table
+            nested = self.nested["a"][0][1]["b"]
+            x = x * self.scale * self._power * float(self.gain) * nested
+            x = x * self.pair.first * self.pair.others[0] * self.options.level
+            return x * self.table * self.function(1)
 
         def get_config(self):
             return {**super().get_config(), "scale": self.scale}
@@ -853,17 +873,41 @@ def _layers():
     class Unregistered(Registered):
         pass
 
+    class Block(keras.layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.parts = {"all": [Registered(), (Unregistered(),)]}
+
+        def call(self, x):
+            first, (second,) = self.parts["all"]
+            return first(second(x))
+
+    def with_others():
+        layer = Unregistered()
+        layer.scale, layer._power, layer.gain = 5.0, 2.0, np.float32(3)
+        layer.table = np.full(1, 2, "float32")
+        layer.pair = _Pair(2.0, [3.0])
+        layer.nested["a"][0] = (0, {"b": 2.0})
+        layer.options.level, layer.function = 2.0, lambda _: 10
+        return layer
+
     outer = keras.Sequential([keras.layers.Rescaling(1.0), Registered(4.0)])
     outer.layers[0].scale = 3.0
-    later = Unregistered()
-    later.scale, later.table = 5.0, np.full(1, 2, "float32")
     builtin = keras.layers.Rescaling(1.0)
     builtin.offset = 0.5
+    block = Block()
+    block.parts["all"][0].scale = 3.0
+    block.parts["all"][1][0].scale = 5.0
+    dense = keras.layers.Dense(
+        1, activation=_square, kernel_initializer=keras.initializers.Ones()
+    )
     return {
         "a registered class": (Registered(3.0), 3.0),
-        "another class": (later, 10.0),
+        "another class": (with_others(), 5.0 * 2 * 3 * 2 * 6 * 2 * 2 * 10),
         "of Keras": (builtin, 1.5),
         "within a model": (outer, 12.0),
+        "within containers": (block, 15.0),
+        "with a function": (dense, 1.0),
     }
 
 
