@@ -55,6 +55,8 @@ _CONTAINERS = {
     *(collections.deque, collections.OrderedDict, collections.defaultdict),
     collections.Counter,
 }
+# Keras makes these of the containers that a layer holds.
+_TRACKED = {"TrackedList", "TrackedDict", "TrackedSet"}
 # Objects that pickle takes apart without a method of the user's.
 _TAKEN_APART = (
     *(type, types.FunctionType, types.CodeType, types.CellType),
@@ -216,7 +218,8 @@ class _SentPickler(Pickler):
         self._dataset = dataset
         self._has_data = has_data
         self._left = MOST_BYTES  # of arrays to read
-        self._looked_into: set[int] = set()  # arrays with attributes, by id
+        # Arrays with attributes, and Keras's containers, by id.
+        self._looked_into: set[int] = set()
 
     @property
     def code(self) -> list[Any]:
@@ -254,6 +257,10 @@ class _SentPickler(Pickler):
             if self._dataset is None:
                 del items[_MOST_OWN_ITEMS:]
             return _identity(obj), items
+        if kind.__name__ in _TRACKED and kind.__module__.startswith("keras."):
+            is_new = id(obj) not in self._looked_into
+            self._looked_into.add(id(obj))
+            return _identity(obj), items_of(obj) if is_new else None
         if kind is array.array or kind is bytearray:
             return _identity(obj), checksum_of(obj)
         if kind is memoryview:

@@ -8,33 +8,28 @@ the layer was made, such as `layer.scale = 10`, is in no configuration.
 
 from __future__ import annotations
 
-import collections
-import enum
 import functools
 import importlib
-import random
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
-
-import numpy as np
 
 from keras_fastdata._modules import is_users_class, is_users_code, loaded
 
 Path = tuple[Any, ...]  # of attributes, indices and keys
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
-_WHOLE = (
-    *(enum.Enum, random.Random),
-    *(np.random.Generator, np.random.RandomState, types.FunctionType, type),
-)
-_MOST_LEVELS = 6  # of containers and objects, within an attribute
+_MOST_LEVELS = 6  # of containers within an attribute
+_CONTAINERS = (list, tuple, set, frozenset)
 
 
-def reduce_layer(obj: Any) -> Any:
+def reduce_layer(obj: Any, can_travel: Callable[[Any], bool]) -> Any:
     """Returns the parts of a layer; `NotImplemented` for all other objects.
 
     Also for one whose class says itself how to pickle it.
+
+    Args:
+        obj: Any object.
+        can_travel: Returns whether a value that a layer holds can be pickled.
     """
     keras: Any = loaded("keras")
     if keras is None or not isinstance(obj, keras.Layer):
@@ -43,30 +38,40 @@ def reduce_layer(obj: Any) -> Any:
         return NotImplemented
     make, args, *_ = obj.__reduce__()
     found = dict(_parts_of(keras, obj))
-    layers = {k: v for k, v in found.items() if isinstance(v, keras.Layer)}
-    attributes = {path: _data_in(keras, part) for path, part in layers.items()}
     objects = [
         (name, known)
         for part in found.values()
         if (known := _users_own(part)) is not None
         for name in (known.__name__, keras.saving.get_registered_name(known))
     ]
-    return _make_again, (make, args, dict(objects), attributes)
+    attributes = {
+        path: {
+            name: plain
+            for name, value in _attributes_of(keras, part)
+            if not _holds_layers(keras, value, _MOST_LEVELS)
+            and can_travel(plain := _untracked(value))
+        }
+        for path, part in found.items()
+        if isinstance(part, keras.Layer)
+    }
+    # As a state: an attribute may refer to the layer.
+    state = attributes, None, None, _set_attributes
+    return _make_again, (make, args, dict(objects)), *state
 
 
 def _make_again(
-    make: Any,
-    args: tuple[Any, ...],
-    objects: dict[str, Any],
-    attributes: dict[Path, dict[str, Any]],
+    make: Any, args: tuple[Any, ...], objects: dict[str, Any]
 ) -> Any:
     keras: Any = importlib.import_module("keras")
     with keras.saving.custom_object_scope(objects):
-        made = make(*args)
+        return make(*args)
+
+
+def _set_attributes(made: Any, attributes: dict[Path, dict[str, Any]]) -> None:
+    keras: Any = importlib.import_module("keras")
     for path, part in dict(_parts_of(keras, made)).items():
         if isinstance(part, keras.Layer):
             vars(part).update(attributes.get(path, {}))
-    return made
 
 
 def _users_own(part: Any) -> Any:
@@ -120,15 +125,6 @@ def _managed_by(keras: Any) -> frozenset[str]:
     return frozenset([*vars(layer), *vars(model)])
 
 
-def _data_in(keras: Any, layer: Any) -> dict[str, Any]:
-    """Returns a layer's attributes that are data, or functions."""
-    return {
-        name: _untracked(value)
-        for name, value in _attributes_of(keras, layer)
-        if _is_data(value, _MOST_LEVELS)
-    }
-
-
 def _untracked(value: Any) -> Any:
     """Returns a value without the containers that Keras makes of the user's.
 
@@ -148,25 +144,14 @@ def _untracked(value: Any) -> Any:
     return value
 
 
-def _is_data(value: Any, levels: int) -> bool:
-    """Returns whether a value holds no layers, tensors or weights."""
-    if isinstance(value, (*_PLAIN, *_WHOLE)):
-        return True
-    if isinstance(value, np.ndarray):
-        return not value.dtype.hasobject
-    items: list[Any] = []
-    if isinstance(value, dict):
-        items += value.values()
-    elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
-        items += value
-    elif not is_users_class(type(value)):
+def _holds_layers(keras: Any, value: Any, levels: int) -> bool:
+    """Returns whether a value is, or has in it, what Keras makes itself."""
+    if isinstance(value, (types.FunctionType, type)):
         return False
-    items += getattr(value, "__dict__", {}).values()
-    if type(value).__module__.startswith("keras."):
-        items = [item for item in items if not _is_tracker(item)]
-    return bool(levels) and all(_is_data(item, levels - 1) for item in items)
-
-
-def _is_tracker(value: Any) -> bool:
-    """Returns whether Keras's containers have an object to report to."""
-    return type(value).__name__ == "Tracker"
+    if isinstance(value, (*_CONTAINERS, dict)) and levels:
+        items = value.values() if isinstance(value, dict) else value
+        return any(_holds_layers(keras, item, levels - 1) for item in items)
+    kind = type(value)
+    is_kerass = kind.__module__.startswith("keras.")
+    is_layer = isinstance(value, (keras.Layer, keras.Variable))
+    return is_kerass or is_layer or "Variable" in kind.__name__

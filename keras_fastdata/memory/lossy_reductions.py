@@ -1,17 +1,20 @@
-"""Pickles objects whose `__reduce__` loses a part of them.
+"""Pickles objects whose `__reduce__` loses a part of them, or runs code again.
 
 Several classes of the standard library and of NumPy forget the attributes that
 a user's subclass adds, and call the user's `__init__` with other arguments.
-NumPy's generators forget the subclass too. Images of Pillow forget the
-transparency in a palette.
+Others give an object's value or items to the user's `__new__`, `__setitem__` or
+`append`, which may have changed them before. NumPy's generators forget the
+subclass too. Images of Pillow forget the transparency in a palette.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import copyreg
 import datetime
 import decimal
+import enum
 import fractions
 import functools
 import pathlib
@@ -43,6 +46,30 @@ _FORGETFUL: tuple[type, ...] = (
     np.random.RandomState,
     np.random.BitGenerator,
 )
+# What adds an item to a container, whatever methods the user's class has.
+_ADDERS: dict[type, Any] = {
+    collections.OrderedDict: collections.OrderedDict.__setitem__,
+    dict: dict.__setitem__,
+    list: list.append,
+    collections.deque: collections.deque.append,
+}
+# Other classes, with the methods that see an object's value or items again.
+_SEEN_BY: dict[type, frozenset[str]] = {
+    **dict.fromkeys(_ADDERS, frozenset({"__setitem__", "append", "extend"})),
+    **dict.fromkeys(
+        (int, float, complex, str, bytes, tuple), frozenset({"__new__"})
+    ),
+    **dict.fromkeys(
+        (set, frozenset, bytearray, BaseException),
+        frozenset({"__new__", "__init__"}),
+    ),
+}
+# These make objects without a call of a method that the user may override,
+# such as `update`.
+_MAKERS: dict[type, Any] = {
+    collections.Counter: dict,
+    random.Random: random.Random.__base__,
+}
 _MOST_PARTS = 5  # that come before the function which sets the state
 
 
@@ -52,68 +79,81 @@ def reduce_whole(obj: Any) -> Any:
     Returns `NotImplemented` for all other objects.
     """
     kind: Any = type(obj)
-    base = _forgetful_base(kind)
+    base = _incomplete_base(kind)
     if base is None:
         return _reduce_image(obj)
     reduced: tuple[Any, ...] = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    make, args, *rest = reduced
-    generator = _bit_generator(obj, base)
-    if generator is not None:
-        args = generator
-    if generator is not None or make is kind:
-        make, args = made_by_base, (kind, _MAKERS.get(base, base), args)
-    state = rest[0] if rest else None
-    items = (*rest[1:], *[None] * (_MOST_PARTS - 3 - len(rest[1:])))
-    parts = _State(state, dict(getattr(obj, "__dict__", {})), _in_slots(obj))
-    return make, args, parts, *items, _set_state
+    parts = [*reduced, *[None] * (_MOST_PARTS - len(reduced))]
+    make, args, state, items, pairs = parts
+    value = _value_of(obj, base)
+    if value is None and make is copyreg.__newobj__:  # type: ignore[attr-defined]
+        value = args[1:]
+    elif value is None and make is kind:
+        value = args
+    if value is not None:
+        make, args = made_by_base, (kind, _MAKERS.get(base, base), value)
+    whole = _State(
+        state if hasattr(base, "__setstate__") else None,
+        dict(getattr(obj, "__dict__", {})),
+        _in_slots(obj),
+        [(item,) for item in items or ()] or list(pairs or ()),
+    )
+    return make, args, whole, None, None, _set_state
 
 
-def _bit_generator(obj: Any, base: type) -> tuple[Any, ...] | None:
-    """Returns the arguments that make a generator of NumPy, else `None`."""
+def _value_of(obj: Any, base: Any) -> tuple[Any, ...] | None:
+    """Returns the arguments that make an object; `None` if pickle tells."""
     if issubclass(base, np.random.Generator):
         return (obj.bit_generator,)
     if issubclass(base, np.random.RandomState):
         return (obj._bit_generator,)
-    return () if issubclass(base, np.random.BitGenerator) else None
-
-
-# These make objects without a call of a method that the user may override,
-# such as `update`.
-_MAKERS: dict[type, Any] = {
-    collections.Counter: dict,
-    random.Random: random.Random.__base__,
-}
+    if issubclass(base, np.random.BitGenerator):
+        return ()
+    if "__new__" in _SEEN_BY.get(base, ()) and hasattr(base, "__getnewargs__"):
+        found: tuple[Any, ...] = base.__getnewargs__(obj)
+        return found
+    return None
 
 
 @functools.lru_cache(maxsize=1024)
-def _forgetful_base(kind: Any) -> type | None:
-    """Returns the first class that is not the user's, if that forgets.
+def _incomplete_base(kind: Any) -> type | None:
+    """Returns the first class that is not the user's, if it is one of these.
 
     Args:
         kind: The class of an object. If it is not the user's, or says itself
             how to pickle the object, the result is `None`.
     """
-    if not issubclass(kind, _FORGETFUL) or not is_users_class(kind):
+    if not is_users_class(kind) or issubclass(kind, (enum.Enum, np.memmap)):
         return None
-    bases = iter(kind.__mro__)
+    users = [base for base in kind.__mro__ if is_users_class(base)]
+    defined = {
+        name
+        for base in users
+        if "_fields" not in vars(base)  # a named tuple
+        for name in vars(base)
+    }
     names = {"__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"}
-    for base in bases:
-        if not is_users_class(base):
-            break
-        if names & vars(base).keys():
-            return None
-    known: type = base
-    library = known.__module__.partition(".")[0]
-    if library not in ("numpy", *sys.stdlib_module_names):
+    if defined & (names | {"__getnewargs__", "__getnewargs_ex__"}):
         return None
-    # A memory map's attributes are those of its file.
-    return None if issubclass(known, np.memmap) else known
+    for base in kind.__mro__:
+        if base in users or not issubclass(base, (*_FORGETFUL, *_SEEN_BY)):
+            continue
+        library = base.__module__.partition(".")[0]
+        if library not in ("numpy", *sys.stdlib_module_names):
+            return None
+        seen_by = _SEEN_BY.get(base, frozenset())
+        if issubclass(base, BaseException):
+            seen_by = _SEEN_BY[BaseException]
+        is_incomplete = issubclass(base, _FORGETFUL) or defined & seen_by
+        return base if is_incomplete else None
+    return None
 
 
 class _State(NamedTuple):
     state: Any  # what `__reduce__` tells of it
     attributes: dict[str, Any]
     slots: dict[str, Any]
+    items: list[tuple[Any, ...]]
 
 
 def _in_slots(obj: Any) -> dict[str, Any]:
@@ -128,6 +168,8 @@ def _in_slots(obj: Any) -> dict[str, Any]:
 
 
 def _set_state(obj: Any, parts: _State) -> None:
+    for item in parts.items:
+        _adder_of(obj)(obj, *item)
     # A user's `setstate` may read attributes.
     if parts.attributes:
         vars(obj).update(parts.attributes)
@@ -135,6 +177,10 @@ def _set_state(obj: Any, parts: _State) -> None:
         object.__setattr__(obj, name, value)
     if parts.state is not None:
         obj.__setstate__(parts.state)
+
+
+def _adder_of(obj: Any) -> Any:
+    return next(_ADDERS[b] for b in type(obj).__mro__ if b in _ADDERS)
 
 
 # -- images of Pillow ----------------------------------------------------------

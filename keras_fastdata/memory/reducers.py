@@ -57,6 +57,7 @@ from keras_fastdata.memory import (
     rebuilt_classes,
     tensors,
 )
+from keras_fastdata.memory.limited_stream import LimitedStream, LimitError
 from keras_fastdata.memory.markers import MarkerPlaces, is_marker, marker_at
 from keras_fastdata.memory.shared_arrays import (
     SharedArrays,
@@ -144,7 +145,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _reduce_callback(obj)
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented:
-            reduced = keras_layers.reduce_layer(obj)
+            reduced = keras_layers.reduce_layer(obj, _can_be_pickled)
             if reduced is NotImplemented:
                 reduced = lossy_reductions.reduce_whole(obj)
             if reduced is NotImplemented:
@@ -181,6 +182,27 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         name = getattr(obj, "__name__" if is_module else "__module__", None)
         if self.modules is not None and isinstance(name, str):
             self.modules.add(name)
+
+
+def _can_be_pickled(value: Any) -> bool:
+    """Returns whether what a layer holds can be pickled.
+
+    Of what is large, only a part is tried.
+    """
+    try:
+        _PicklerWithoutLayers(LimitedStream(lambda _: None)).dump(value)
+    except LimitError:
+        return True
+    except Exception:  # the user's objects may raise anything
+        return False
+    return True
+
+
+class _PicklerWithoutLayers(Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        keras = loaded("keras")
+        is_layer = keras is not None and isinstance(obj, keras.Layer)
+        return id(obj) if is_layer else None
 
 
 # -- classes that travel by value ----------------------------------------------

@@ -119,3 +119,108 @@ MAKERS = {
     "path": lambda: _of(Path("a/b")),
     "text": lambda: _of(Text("a")),
 }
+
+
+# -- classes whose methods change what they are given -------------------------
+
+
+class Divided(dict):
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value / 2)
+
+
+class Counted(collections.defaultdict):
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value + 1)
+
+
+class Latest(collections.OrderedDict):
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        if len(self) > self.size:
+            self.popitem(last=False)
+
+
+class Sums(list):
+    def append(self, value):
+        super().append(value + sum(self))
+
+    def extend(self, values):
+        for value in values:
+            self.append(value)
+
+
+class Queue(collections.deque):
+    def append(self, value):
+        super().append(value + 1)
+
+
+class Celsius(float):
+    def __new__(cls, fahrenheit):
+        return super().__new__(cls, (fahrenheit - 32) * 5 / 9)
+
+
+class Lower(str):
+    def __new__(cls, text, note):
+        made = super().__new__(cls, text.lower() + "!")
+        made.note = note
+        return made
+
+
+class Names(set):
+    def __init__(self, path, count):
+        super().__init__(f"{path}{number}" for number in range(count))
+
+
+class Point(collections.namedtuple("Point", "x, y")):
+    def __new__(cls, x):
+        return super().__new__(cls, x, 2 * x)
+
+
+class Failure(ValueError):
+    def __init__(self, path, line):
+        super().__init__(f"{path}:{line}")
+        self.line = line
+
+
+class Delegated(dict):
+    """A well-known recipe."""
+
+    __getattr__ = dict.__getitem__
+
+    def __setattr__(self, name, value):
+        self[name] = value
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+
+
+def _filled(thing, *pairs):
+    for key, value in pairs:
+        thing[key] = value
+    return thing
+
+
+CHANGING = {
+    "dict": lambda: _filled(Divided(), ("a", 4)),
+    "defaultdict": lambda: _filled(Counted(int), ("a", 4)),
+    "OrderedDict": lambda: _filled(Latest(2), ("a", 1), ("b", 2), ("c", 3)),
+    "list": lambda: _extended(Sums(), [1, 2, 3]),
+    "deque": lambda: _extended(Queue(maxlen=2), [1, 2, 3]),
+    "float": lambda: Celsius(100),
+    "str": lambda: Lower("A", "b"),
+    "set": lambda: Names("a", 3),
+    "namedtuple": lambda: Point(3),
+    "exception": lambda: Failure("a", 3),
+    "delegated": lambda: _filled(Delegated(), ("a", 1)),
+}
+
+
+def _extended(thing, values):
+    for value in values:
+        thing.append(value)
+    return thing

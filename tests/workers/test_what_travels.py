@@ -10,6 +10,7 @@ import gzip
 import io
 import logging
 import os
+import pathlib
 import pickle
 import queue
 import socket
@@ -43,7 +44,7 @@ from class_kinds import (
 )
 from PIL import Image
 from samples import Holds, MapsAFile, h5_item, hold, rest_of, row
-from subclasses import MAKERS
+from subclasses import CHANGING, MAKERS
 
 from keras_fastdata import DatasetPicklingError
 from keras_fastdata.engine import module_sources
@@ -793,6 +794,18 @@ def _content_of(thing):
     return type(thing), scale, state, parts
 
 
+@pytest.mark.parametrize("kind", CHANGING)
+def test_no_method_of_a_users_subclass_changes_the_object_again(kind):
+    thing = CHANGING[kind]()
+    (there, same) = pickle.loads(dumps([thing, thing]))
+    assert there is same
+    assert type(there) is type(thing)
+    assert repr(there) == repr(thing)
+    assert vars(there) == vars(thing)
+    if not isinstance(thing, Exception):
+        assert there == thing
+
+
 def test_workers_see_each_edit_of_an_object_of_a_users_subclass():
     # The generator that holds the bits is not the user's.
     kinds = [kind for kind in MAKERS if kind != "generator of bits"]
@@ -860,12 +873,15 @@ def _layers():
             self.pair = _Pair(1.0, [1.0])
             self.nested = {"a": [(1.0, {"b": 1.0})]}
             self.options, self.function = _Options(), float
+            self.window, self.ufunc = slice(None), np.abs
+            self.itself = lambda: self
 
         def call(self, x):
             nested = self.nested["a"][0][1]["b"]
             x = x * self.scale * self._power * float(self.gain) * nested
             x = x * self.pair.first * self.pair.others[0] * self.options.level
-            return x * self.table * self.function(1)
+            x = x * float(self.ufunc(1.0)) * (self.itself().scale == self.scale)
+            return x[self.window] * self.table * self.function(1)
 
         def get_config(self):
             return {**super().get_config(), "scale": self.scale}
@@ -889,6 +905,9 @@ def _layers():
         layer.pair = _Pair(2.0, [3.0])
         layer.nested["a"][0] = (0, {"b": 2.0})
         layer.options.level, layer.function = 2.0, lambda _: 10
+        layer.options.folder = pathlib.Path("a")
+        layer.window, layer.ufunc = slice(1), functools.partial(np.add, 2)
+        layer.file = open(os.devnull, "w")  # noqa: SIM115 - it cannot travel
         return layer
 
     outer = keras.Sequential([keras.layers.Rescaling(1.0), Registered(4.0)])
@@ -903,7 +922,7 @@ def _layers():
     )
     return {
         "a registered class": (Registered(3.0), 3.0),
-        "another class": (with_others(), 5.0 * 2 * 3 * 2 * 6 * 2 * 2 * 10),
+        "another class": (with_others(), 5.0 * 2 * 3 * 2 * 6 * 2 * 2 * 10 * 3),
         "of Keras": (builtin, 1.5),
         "within a model": (outer, 12.0),
         "within containers": (block, 15.0),
@@ -922,6 +941,29 @@ def test_a_layer_of_keras_arrives_whole(kind):
     pickled = dumps(layer)
     keras.saving.get_custom_objects().clear()  # as in a worker
     assert _of_one(pickle.loads(pickled)) == made_of_one
+
+
+class _Shift(keras.layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.shifts, self.kinds = [1.0], {1}
+
+    def call(self, x):
+        return x + sum(self.shifts) + 10 * len(self.kinds)
+
+
+@pytest.mark.parametrize("workers", [1, 0])
+def test_an_edit_of_a_container_of_a_layer_reaches_workers(workers):
+    kinds = {**PROCESS, "workers": workers}
+    layer = _Shift()
+    with Holds(layer, _of_one, **kinds) as dataset:
+        assert next(iter(dataset)) == 12
+        layer.shifts.append(2.0)
+        assert next(iter(dataset)) == 14
+        layer.shifts[0] = 5.0
+        assert next(iter(dataset)) == 18
+        layer.kinds.add(2)
+        assert next(iter(dataset)) == 28
 
 
 @pytest.mark.backend
