@@ -8,18 +8,16 @@ the layer was made, such as `layer.scale = 10`, is in no configuration.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras_fastdata._modules import is_users_class, is_users_code, loaded
 
 Path = tuple[Any, ...]  # of attributes, indices and keys
-
-_MOST_LEVELS = 6  # of containers within an attribute
-_CONTAINERS = (list, tuple, set, frozenset)
 
 
 def reduce_layer(obj: Any, can_travel: Callable[[Any], bool]) -> Any:
@@ -44,15 +42,11 @@ def reduce_layer(obj: Any, can_travel: Callable[[Any], bool]) -> Any:
         if (known := _users_own(part)) is not None
         for name in (known.__name__, keras.saving.get_registered_name(known))
     ]
+    layers = {k: v for k, v in found.items() if isinstance(v, keras.Layer)}
+    paths = {id(layer): path for path, layer in layers.items()}
     attributes = {
-        path: {
-            name: plain
-            for name, value in _attributes_of(keras, part)
-            if not _holds_layers(keras, value, _MOST_LEVELS)
-            and can_travel(plain := _untracked(value))
-        }
-        for path, part in found.items()
-        if isinstance(part, keras.Layer)
+        path: dict(_data_in(keras, layer, paths, can_travel))
+        for path, layer in layers.items()
     }
     # As a state: an attribute may refer to the layer.
     state = attributes, None, None, _set_attributes
@@ -69,9 +63,12 @@ def _make_again(
 
 def _set_attributes(made: Any, attributes: dict[Path, dict[str, Any]]) -> None:
     keras: Any = importlib.import_module("keras")
-    for path, part in dict(_parts_of(keras, made)).items():
-        if isinstance(part, keras.Layer):
-            vars(part).update(attributes.get(path, {}))
+    parts = dict(_parts_of(keras, made))
+    for path, values in attributes.items():
+        for name, value in values.items():
+            # The program may have replaced a layer that Keras makes again.
+            with contextlib.suppress(KeyError):
+                vars(parts[path])[name] = _with_layers(value, parts)
 
 
 def _users_own(part: Any) -> Any:
@@ -109,7 +106,7 @@ def _parts_of(keras: Any, outer: Any) -> Iterator[tuple[Path, Any]]:
 def _attributes_of(keras: Any, layer: Any) -> list[tuple[str, Any]]:
     """Returns a layer's attributes that Keras does not manage."""
     is_users = is_users_class(type(layer))
-    managed = _managed_by(keras)
+    managed = _managed_by(keras, isinstance(layer, keras.Model))
     return [
         (name, value)
         for name, value in vars(layer).items()
@@ -117,41 +114,89 @@ def _attributes_of(keras: Any, layer: Any) -> list[tuple[str, Any]]:
     ]
 
 
-@functools.lru_cache(maxsize=1)
-def _managed_by(keras: Any) -> frozenset[str]:
-    """Returns the names of the attributes that each layer and model has."""
-    # Without a name, they would count for the names of the user's layers.
-    layer, model = keras.Layer(name="layer"), keras.Sequential(name="model")
-    return frozenset([*vars(layer), *vars(model)])
+@functools.lru_cache(maxsize=2)
+def _managed_by(keras: Any, is_model: bool) -> frozenset[str]:
+    """Returns the names of the attributes that each layer, or model, has."""
+    # Without a name, it would count for the names of the user's layers.
+    kind = keras.Sequential if is_model else keras.Layer
+    return frozenset(vars(kind(name="one")))
 
 
-def _untracked(value: Any) -> Any:
-    """Returns a value without the containers that Keras makes of the user's.
+# -- attributes ----------------------------------------------------------------
 
-    These refer to the layer.
+
+class _PartAt(NamedTuple):
+    """Stands for a layer within a layer."""
+
+    path: Path
+
+
+class _KerasError(Exception):
+    """A value has in it what Keras makes again itself."""
+
+
+def _data_in(
+    keras: Any,
+    layer: Any,
+    paths: dict[int, Path],
+    can_travel: Callable[[Any], bool],
+) -> Iterator[tuple[str, Any]]:
+    """Yields the attributes that are, or have in them, more than layers."""
+    for name, value in _attributes_of(keras, layer):
+        with contextlib.suppress(_KerasError):
+            found = _without_layers(value, keras, paths)
+            if not _has_layers_alone(found) and can_travel(found):
+                yield name, found
+
+
+def _without_layers(value: Any, keras: Any, paths: dict[int, Path]) -> Any:
+    """Returns a value with a `_PartAt` in place of each layer.
+
+    And without the containers that Keras makes of the user's, which refer to
+    the layer that has them.
+
+    Raises:
+        _KerasError: It has other objects of Keras in it, such as weights.
     """
-    kind = type(value)
-    if isinstance(value, tuple):
-        inner = map(_untracked, value)
-        return getattr(kind, "_make", tuple)(inner)
-    if not kind.__module__.startswith("keras."):
-        return value
-    if isinstance(value, dict):
-        return {key: _untracked(item) for key, item in value.items()}
-    if isinstance(value, (list, set)):
-        plain = list if isinstance(value, list) else set
-        return plain(map(_untracked, value))
-    return value
-
-
-def _holds_layers(keras: Any, value: Any, levels: int) -> bool:
-    """Returns whether a value is, or has in it, what Keras makes itself."""
+    if id(value) in paths:
+        return _PartAt(paths[id(value)])
     if isinstance(value, (types.FunctionType, type)):
-        return False
-    if isinstance(value, (*_CONTAINERS, dict)) and levels:
-        items = value.values() if isinstance(value, dict) else value
-        return any(_holds_layers(keras, item, levels - 1) for item in items)
+        return value
+    if _is_container(value):
+        return _mapped(_without_layers, value, keras, paths)
     kind = type(value)
     is_kerass = kind.__module__.startswith("keras.")
     is_layer = isinstance(value, (keras.Layer, keras.Variable))
-    return is_kerass or is_layer or "Variable" in kind.__name__
+    if is_kerass or is_layer or "Variable" in kind.__name__:
+        raise _KerasError
+    return value
+
+
+def _is_container(value: Any) -> bool:
+    """Returns whether a value may have one of Keras's containers in it."""
+    return isinstance(value, (dict, list, set, tuple))
+
+
+def _mapped(change: Callable[..., Any], value: Any, *args: Any) -> Any:
+    """Returns a container with changed items."""
+    if isinstance(value, dict):
+        return {key: change(item, *args) for key, item in value.items()}
+    kind = next(k for k in (list, set, tuple) if isinstance(value, k))
+    make = getattr(value, "_make", kind)  # of a named tuple
+    return make(change(item, *args) for item in value)
+
+
+def _has_layers_alone(value: Any) -> bool:
+    if _is_container(value):
+        items = value.values() if isinstance(value, dict) else value
+        return bool(value) and all(map(_has_layers_alone, items))
+    return isinstance(value, _PartAt)
+
+
+def _with_layers(value: Any, parts: dict[Path, Any]) -> Any:
+    """Returns a value with the layers that it has in it; see `_PartAt`."""
+    if isinstance(value, _PartAt):
+        return parts[value.path]
+    if _is_container(value):
+        return _mapped(_with_layers, value, parts)
+    return value

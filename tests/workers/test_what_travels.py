@@ -874,13 +874,19 @@ def _layers():
             self.nested = {"a": [(1.0, {"b": 1.0})]}
             self.options, self.function = _Options(), float
             self.window, self.ufunc = slice(None), np.abs
+            self.loss = 1.0  # models have one as well
             self.itself = lambda: self
 
         def call(self, x):
             nested = self.nested["a"][0][1]["b"]
             x = x * self.scale * self._power * float(self.gain) * nested
             x = x * self.pair.first * self.pair.others[0] * self.options.level
-            x = x * float(self.ufunc(1.0)) * (self.itself().scale == self.scale)
+            x = (
+                x
+                * self.loss
+                * float(self.ufunc(1.0))
+                * (self.itself().scale == self.scale)
+            )
             return x[self.window] * self.table * self.function(1)
 
         def get_config(self):
@@ -892,11 +898,11 @@ def _layers():
     class Block(keras.layers.Layer):
         def __init__(self, **kwargs):
             super().__init__(**kwargs)
-            self.parts = {"all": [Registered(), (Unregistered(),)]}
+            self.parts = {"all": [Registered(), (Unregistered(), 1.0)]}
 
         def call(self, x):
-            first, (second,) = self.parts["all"]
-            return first(second(x))
+            first, (second, scale) = self.parts["all"]
+            return first(second(x)) * scale
 
     def with_others():
         layer = Unregistered()
@@ -906,6 +912,7 @@ def _layers():
         layer.nested["a"][0] = (0, {"b": 2.0})
         layer.options.level, layer.function = 2.0, lambda _: 10
         layer.options.folder = pathlib.Path("a")
+        layer.loss = 2.0
         layer.window, layer.ufunc = slice(1), functools.partial(np.add, 2)
         layer.file = open(os.devnull, "w")  # noqa: SIM115 - it cannot travel
         return layer
@@ -917,15 +924,19 @@ def _layers():
     block = Block()
     block.parts["all"][0].scale = 3.0
     block.parts["all"][1][0].scale = 5.0
+    block.parts["all"][1] = (block.parts["all"][1][0], 2.0)
     dense = keras.layers.Dense(
         1, activation=_square, kernel_initializer=keras.initializers.Ones()
     )
     return {
         "a registered class": (Registered(3.0), 3.0),
-        "another class": (with_others(), 5.0 * 2 * 3 * 2 * 6 * 2 * 2 * 10 * 3),
+        "another class": (
+            with_others(),
+            5.0 * 2 * 3 * 2 * 6 * 2 * 2 * 10 * 3 * 2,
+        ),
         "of Keras": (builtin, 1.5),
         "within a model": (outer, 12.0),
-        "within containers": (block, 15.0),
+        "within containers": (block, 30.0),
         "with a function": (dense, 1.0),
     }
 
