@@ -80,6 +80,8 @@ def reduce_whole(obj: Any) -> Any:
     """
     kind: Any = type(obj)
     base = _incomplete_base(kind)
+    if base is None and _has_own_attributes(obj):
+        base = kind
     if base is None:
         return _reduce_image(obj)
     reduced: tuple[Any, ...] = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
@@ -99,6 +101,22 @@ def reduce_whole(obj: Any) -> Any:
         [(item,) for item in items or ()] or list(pairs or ()),
     )
     return make, args, whole, None, None, _set_state
+
+
+def _has_own_attributes(obj: Any) -> bool:
+    """Returns whether the program has set attributes of a library's object.
+
+    The hard mask of an array counts as one.
+    """
+    is_array = isinstance(obj, np.ndarray) and not isinstance(obj, np.memmap)
+    if not is_array and type(obj) not in (collections.Counter, random.Random):
+        return False
+    if not _is_of_python_or_numpy(type(obj)):
+        return False
+    return getattr(obj, "hardmask", False) is True or any(
+        not name.startswith("_") and name != "gauss_next"
+        for name in getattr(obj, "__dict__", ())
+    )
 
 
 def _value_of(obj: Any, base: Any) -> tuple[Any, ...] | None:
@@ -138,8 +156,7 @@ def _incomplete_base(kind: Any) -> type | None:
     for base in kind.__mro__:
         if base in users or not issubclass(base, (*_FORGETFUL, *_SEEN_BY)):
             continue
-        library = base.__module__.partition(".")[0]
-        if library not in ("numpy", *sys.stdlib_module_names):
+        if not _is_of_python_or_numpy(base):
             return None
         seen_by = _SEEN_BY.get(base, frozenset())
         if issubclass(base, BaseException):
@@ -147,6 +164,11 @@ def _incomplete_base(kind: Any) -> type | None:
         is_incomplete = issubclass(base, _FORGETFUL) or defined & seen_by
         return base if is_incomplete else None
     return None
+
+
+def _is_of_python_or_numpy(kind: type) -> bool:
+    library = kind.__module__.partition(".")[0]
+    return library in ("numpy", *sys.stdlib_module_names)
 
 
 class _State(NamedTuple):

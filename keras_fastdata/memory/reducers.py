@@ -560,7 +560,18 @@ def _reduce_cached(cached: Any) -> Reduced:
             found = getattr(found, name, None)
         if found is cached:
             return str(cached.__reduce__())
-    return _cache_again, (cached.__wrapped__, cached.cache_parameters())
+    copied = getattr(cached.__wrapped__, "__dict__", {})
+    state = {
+        name: value
+        for name, value in vars(cached).items()
+        if name not in _OF_CACHED and copied.get(name) is not value
+    }
+    again = cached.__wrapped__, cached.cache_parameters()
+    return _cache_again, again, state or None
+
+
+# What `functools.lru_cache` sets itself.
+_OF_CACHED = {*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "cache_parameters"}
 
 
 def _cache_again(function: Any, parameters: dict[str, Any]) -> Any:

@@ -119,6 +119,13 @@ MAKERS = {
     "path": lambda: _of(Path("a/b")),
     "text": lambda: _of(Text("a")),
 }
+# The same, of classes that are no user's.
+OF_LIBRARIES = {
+    "counter of Python": lambda: _of(collections.Counter("ab")),
+    "Random of Python": lambda: _of(random.Random(1)),
+    "recarray": lambda: _of(np.rec.array([(1, 2.0)], names="a,b")),
+    "masked array of NumPy": lambda: _of(np.ma.array([1, 2], mask=[0, 1])),
+}
 
 
 # -- classes whose methods change what they are given -------------------------

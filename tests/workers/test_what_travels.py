@@ -44,7 +44,7 @@ from class_kinds import (
 )
 from PIL import Image
 from samples import Holds, MapsAFile, h5_item, hold, rest_of, row
-from subclasses import CHANGING, MAKERS
+from subclasses import CHANGING, MAKERS, OF_LIBRARIES
 
 from keras_fastdata import DatasetPicklingError
 from keras_fastdata.engine import module_sources
@@ -771,9 +771,9 @@ def test_objects_of_a_script_that_pickle_sends_by_name_reach_processes(
     assert ran.stdout.splitlines() == wanted, ran.stderr
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-def test_an_object_of_a_users_subclass_arrives_whole(kind):
-    thing = MAKERS[kind]()
+@pytest.mark.parametrize("kind", [*MAKERS, *OF_LIBRARIES])
+def test_an_object_with_attributes_arrives_whole(kind):
+    thing = (MAKERS | OF_LIBRARIES)[kind]()
     there = pickle.loads(dumps([thing, thing]))
     assert there[0] is there[1]
     assert type(there[0]) is type(thing)
@@ -1019,3 +1019,19 @@ layer.scale = 6.0
 with Mine(layer, workers=1, use_multiprocessing=True) as dataset:
     print([float(batch.item()) for batch in dataset])
 """
+
+
+def test_a_cached_function_keeps_its_attributes():
+    @functools.lru_cache
+    def scaled(number):
+        return number * scaled.scale
+
+    scaled.scale = 3
+    assert_travels(scaled, lambda scaled, index: scaled(index))
+
+
+def test_a_hard_mask_stays_hard():
+    array = np.ma.array([1, 2], mask=[1, 0], hard_mask=True)
+    there = pickle.loads(dumps(array))
+    there[:] = 5
+    assert there.tolist() == [None, 5]
