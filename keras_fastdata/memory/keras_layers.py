@@ -12,7 +12,7 @@ import contextlib
 import functools
 import importlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from keras_fastdata._modules import is_users_class, is_users_code, loaded
@@ -36,12 +36,7 @@ def reduce_layer(obj: Any, can_travel: Callable[[Any], bool]) -> Any:
         return NotImplemented
     make, args, *_ = obj.__reduce__()
     found = dict(_parts_of(keras, obj))
-    objects = [
-        (name, known)
-        for part in found.values()
-        if (known := _users_own(part)) is not None
-        for name in (known.__name__, keras.saving.get_registered_name(known))
-    ]
+    objects = _named(keras, filter(None, map(_users_own, found.values())))
     layers = {k: v for k, v in found.items() if isinstance(v, keras.Layer)}
     paths = {id(layer): path for path, layer in layers.items()}
     attributes = {
@@ -50,7 +45,37 @@ def reduce_layer(obj: Any, can_travel: Callable[[Any], bool]) -> Any:
     }
     # As a state: an attribute may refer to the layer.
     state = attributes, None, None, _set_attributes
-    return _make_again, (make, args, dict(objects)), *state
+    return _make_again, (make, args, objects), *state
+
+
+def _named(keras: Any, found: Iterable[Any]) -> dict[str, Any]:
+    """Returns classes and functions by the names that configurations have.
+
+    Raises:
+        TypeError: Two classes of layers have one name. Keras would use one of
+            them for both.
+    """
+    objects: dict[str, Any] = {}
+    for each in found:
+        names = {keras.saving.get_registered_name(each)}
+        if isinstance(each, types.FunctionType):
+            names.add(each.__name__)
+        for name in names:
+            known = objects.setdefault(name, each)
+            # Of other things of one name, layers have the right one anyway.
+            if known is not each and _is_layer(keras, known, each):
+                raise TypeError(
+                    f"cannot pickle a layer with two classes of the name "
+                    f"{name!r}: register them under two names, with "
+                    "`keras.saving.register_keras_serializable`"
+                )
+    return objects
+
+
+def _is_layer(keras: Any, *kinds: Any) -> bool:
+    return any(
+        isinstance(k, type) and issubclass(k, keras.Layer) for k in kinds
+    )
 
 
 def _make_again(

@@ -1035,3 +1035,30 @@ def test_a_hard_mask_stays_hard():
     there = pickle.loads(dumps(array))
     there[:] = 5
     assert there.tolist() == [None, 5]
+
+
+def test_two_layer_classes_of_one_name_are_refused():
+    def block(scale):
+        class Block(keras.layers.Layer):
+            def call(self, x):
+                return x * scale
+
+        return Block()
+
+    model = keras.Sequential([block(2.0), block(3.0)])
+    with pytest.raises(TypeError, match=r"two classes .* name 'Block'"):
+        dumps(model)
+
+
+def test_functions_of_one_name_stay_two_in_a_model():
+    def power(exponent):
+        def raised(x):
+            return x**exponent
+
+        return raised
+
+    layers = [keras.layers.Activation(power(number)) for number in (2, 3)]
+    model = keras.Sequential(layers)
+    x = np.full((1, 1), 2.0, "float32")
+    there = pickle.loads(dumps(model))
+    assert keras.ops.convert_to_numpy(there(x)) == 64
