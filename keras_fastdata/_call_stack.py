@@ -13,6 +13,7 @@ import itertools
 import linecache
 import operator
 import re
+import signal
 import sys
 import traceback
 import types
@@ -53,6 +54,37 @@ def runs_any(codes: Collection[types.CodeType]) -> bool:
     while frame is not None and frame.f_code not in codes:
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None
+
+
+def raise_of_handler(error: BaseException) -> None:
+    """Raises an error again if a signal handler of the program has raised it.
+
+    Such as that of a time limit, which may come at any moment. Code that
+    ignores the errors of a user's objects calls this first.
+    """
+    codes = _codes_of_handlers()
+    tb = error.__traceback__
+    while codes and tb is not None:
+        if tb.tb_frame.f_code in codes:
+            raise error
+        tb = tb.tb_next
+
+
+def _codes_of_handlers() -> set[types.CodeType]:
+    """Returns the code of the functions that handle signals."""
+    codes = set()
+    for number in signal.valid_signals():
+        handler: Any = signal.getsignal(number)
+        while isinstance(handler, functools.partial):
+            handler = handler.func
+        if not callable(handler):
+            continue
+        found = getattr(handler, "__code__", None)
+        if found is None:  # an object with `__call__`
+            found = getattr(type(handler).__call__, "__code__", None)
+        if found is not None:
+            codes.add(found)
+    return codes
 
 
 def has_gil() -> bool:

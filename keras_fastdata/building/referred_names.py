@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata._modules import (
     is_users,
     is_users_class,
@@ -103,8 +104,9 @@ def attributes_changed_by_builds(dataset: Any) -> set[str]:
     """
     try:
         found = variables_of(dataset)
-    except Exception:  # objects of the user's may refuse to be looked into
-        return set()
+    except Exception as error:
+        raise_of_handler(error)
+        return set()  # objects of the user's may refuse to be looked into
     return {
         str(variable.path[1])
         for variable in found
@@ -508,7 +510,8 @@ def _search_in(
 ) -> None:
     try:
         search(value, module, path)
-    except Exception:
+    except Exception as error:
+        raise_of_handler(error)
         # Objects of the user's may refuse to be looked into.
         _log.debug("State outside of a dataset:", exc_info=True)
 

@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_fastdata._call_stack import modules_that_run
+from keras_fastdata._call_stack import modules_that_run, raise_of_handler
 from keras_fastdata._modules import note_scripts, scripts
 from keras_fastdata.building import build_context
 from keras_fastdata.building.attributes import first_items
@@ -324,7 +324,8 @@ def _variables_of(dataset: Any) -> list[Variable]:
     """Returns the variables that a dataset's batches can depend on."""
     try:
         return variables_of(dataset)
-    except Exception:
+    except Exception as error:
+        raise_of_handler(error)
         _log.warning(
             "Changes of variables outside of %s will not be noticed, because "
             "of a fault of keras_fastdata. Please report it, with this "
@@ -349,7 +350,8 @@ def _looking() -> Iterator[None]:
         yield
     except StateLostError:
         raise
-    except Exception:
+    except Exception as error:
+        raise_of_handler(error)
         _log.debug("State outside of a dataset:", exc_info=True)
 
 

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata._modules import nested_code
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.errors import DatasetPicklingError, LoaderError
@@ -38,6 +39,7 @@ def explained(dataset: weakref.ref[Any]) -> Iterator[None]:
     except (LoaderError, OSError, MemoryError):
         raise
     except Exception as error:
+        raise_of_handler(error)
         # Pickling runs the user's `__reduce__` and `__getstate__`: anything.
         owner = dataset()
         if shared_state.can_be_written(owner):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata._modules import is_users_class
 from keras_fastdata.building.attributes import attributes_of
 from keras_fastdata.building.variables import SELF, Variable
@@ -89,8 +90,9 @@ class SeenVariable:
                 if is_plain(attributes):
                     return repr(attributes)
             return content_of(value, most_bytes)
-        except Exception:  # the user's object may refuse to be looked into
-            return None
+        except Exception as error:
+            raise_of_handler(error)
+            return None  # the user's object may refuse to be looked into
 
     def holds_same(self) -> bool:
         """Returns whether the variable holds the recorded objects."""

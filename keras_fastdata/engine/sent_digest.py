@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata._modules import is_users_class
 from keras_fastdata.building.attributes import (
     attributes_of,
@@ -97,7 +98,8 @@ def digest_of(dataset: Any) -> Digest | None:
         # Globals may hold the dataset.
         code = _SentPickler(dataset)
         is_whole &= not code.is_cut_short(data.code)
-    except Exception:
+    except Exception as error:
+        raise_of_handler(error)
         # Objects of the user's may refuse to be looked into.
         _log.debug("What travels with a dataset:", exc_info=True)
         return None

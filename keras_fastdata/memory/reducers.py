@@ -48,6 +48,7 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata._modules import is_main, loaded
 from keras_fastdata.memory import (
     by_name,
@@ -193,8 +194,9 @@ def _can_be_pickled(value: Any) -> bool:
         _PicklerWithoutLayers(LimitedStream(lambda _: None)).dump(value)
     except LimitError:
         return True
-    except Exception:  # the user's objects may raise anything
-        return False
+    except Exception as error:
+        raise_of_handler(error)
+        return False  # the user's objects may raise anything
     return True
 
 

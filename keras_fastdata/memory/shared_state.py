@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata.memory import os_limits, reducers
 from keras_fastdata.memory.arena import address_of, round_up
 from keras_fastdata.memory.leases import Bytes
@@ -168,7 +169,8 @@ def can_be_written(obj: Any) -> bool:
     """Returns whether `write_shared_state` can pickle `obj`."""
     try:
         pickle_in_parts(obj)
-    except Exception:
+    except Exception as error:
+        raise_of_handler(error)
         # Pickling runs the user's code, which may raise anything.
         return False
     return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import signal
 import threading
 import unittest.mock
 import warnings
@@ -17,6 +18,8 @@ from samples import Holds, Leveled, Numbered, OpensFiles, numbers
 
 from keras_fastdata import FastPyDataset
 from keras_fastdata.building.worker_state import LostStateMonitor
+from keras_fastdata.engine import seen_variable
+from keras_fastdata.memory import shared_state
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -750,3 +753,59 @@ def test_an_edit_shows_wherever_the_dataset_holds_the_number(
         for number in range(3):
             edited.edit(number)
             assert [int(batch) for batch in dataset] == [number] * 3
+
+
+class _LimitError(Exception):
+    pass
+
+
+class _Limit:
+    """A time limit, as a handler that is a function, a method or an object."""
+
+    def __init__(self, kind):
+        self.handler = {
+            "function": lambda *_: self.__call__(),
+            "method": self.handle,
+            "partial": functools.partial(self.handle),
+            "object": self,
+        }[kind]
+
+    def handle(self, *_):
+        raise _LimitError
+
+    __call__ = handle
+
+
+@pytest.fixture(params=["function", "method", "partial", "object"])
+def limit(request):
+    before = signal.signal(signal.SIGUSR1, _Limit(request.param).handler)
+    yield lambda *_, **__: signal.raise_signal(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_what_a_signal_handler_raises_amid_pickling_is_raised(
+    limit, monkeypatch
+):
+    dataset = Holds(0, lambda *_: 0, **EVERY_KIND["process"])
+    monkeypatch.setattr(shared_state, "pickle_in_parts", limit)
+    with dataset, pytest.raises(_LimitError):
+        next(iter(dataset))
+
+
+@pytest.mark.parametrize("where", ["thread", "process"])
+def test_what_a_signal_handler_raises_amid_a_comparison_is_raised(
+    where, limit, monkeypatch
+):
+    held = {"level": 0}
+
+    def level(held, _):
+        return np.array(held["level"])
+
+    with Holds(held, level, cache="memory", **EVERY_KIND[where]) as dataset:
+        assert [int(batch) for batch in dataset] == [0] * 3
+        held["level"] = 1
+        with monkeypatch.context() as patch:
+            patch.setattr(seen_variable, "content_of", limit)
+            with pytest.raises(_LimitError):
+                next(iter(dataset))
+        assert [int(batch) for batch in dataset] == [1] * 3
