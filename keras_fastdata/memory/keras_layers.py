@@ -187,6 +187,9 @@ def _without_layers(value: Any, keras: Any, paths: dict[int, Path]) -> Any:
         return _PartAt(paths[id(value)])
     if isinstance(value, (types.FunctionType, type)):
         return value
+    # It has drawn a seed, which is not in its configuration.
+    if isinstance(value, keras.initializers.Initializer):
+        return value
     if _is_container(value):
         return _mapped(_without_layers, value, keras, paths)
     kind = type(value)

@@ -1062,3 +1062,11 @@ def test_functions_of_one_name_stay_two_in_a_model():
     x = np.full((1, 1), 2.0, "float32")
     there = pickle.loads(dumps(model))
     assert keras.ops.convert_to_numpy(there(x)) == 64
+
+
+def test_a_layer_that_is_not_built_draws_the_same_weights():
+    layer = keras.layers.Dense(2)
+    first, second = (pickle.loads(dumps(layer)) for _ in range(2))
+    expected = _of_one(layer)
+    np.testing.assert_array_equal(_of_one(first), expected)
+    np.testing.assert_array_equal(_of_one(second), expected)
