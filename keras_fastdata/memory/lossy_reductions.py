@@ -22,7 +22,7 @@ import pickle
 import random
 import sys
 import types
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -94,7 +94,8 @@ def reduce_whole(obj: Any) -> Any:
         value = args
     if value is not None:
         make, args = made_by_base, (kind, _MAKERS.get(base, base), value)
-    whole = _State(
+    # Nothing of this package's classes, which values of modules may not have.
+    whole = (
         state if hasattr(base, "__setstate__") else None,
         dict(getattr(obj, "__dict__", {})),
         _in_slots(obj),
@@ -171,13 +172,6 @@ def _is_of_python_or_numpy(kind: type) -> bool:
     return library in ("numpy", *sys.stdlib_module_names)
 
 
-class _State(NamedTuple):
-    state: Any  # what `__reduce__` tells of it
-    attributes: dict[str, Any]
-    slots: dict[str, Any]
-    items: list[tuple[Any, ...]]
-
-
 def _in_slots(obj: Any) -> dict[str, Any]:
     """Returns the attributes in slots of the user's classes."""
     held = {}
@@ -189,16 +183,21 @@ def _in_slots(obj: Any) -> dict[str, Any]:
     return held
 
 
-def _set_state(obj: Any, parts: _State) -> None:
-    for item in parts.items:
+def _set_state(
+    obj: Any,
+    parts: tuple[Any, dict[str, Any], dict[str, Any], list[tuple[Any, ...]]],
+) -> None:
+    """Sets the state, the attributes in `__dict__` and slots, and the items."""
+    state, attributes, slots, items = parts
+    for item in items:
         _adder_of(obj)(obj, *item)
     # A user's `setstate` may read attributes.
-    if parts.attributes:
-        vars(obj).update(parts.attributes)
-    for name, value in parts.slots.items():
+    if attributes:
+        vars(obj).update(attributes)
+    for name, value in slots.items():
         object.__setattr__(obj, name, value)
-    if parts.state is not None:
-        obj.__setstate__(parts.state)
+    if state is not None:
+        obj.__setstate__(state)
 
 
 def _adder_of(obj: Any) -> Any:
