@@ -125,6 +125,13 @@ def is_users_class(kind: type) -> bool:
     return is_users_code(kind.__module__)
 
 
+@functools.lru_cache(maxsize=1024)
+def packages_of(kind: Any) -> frozenset[str]:
+    """Returns the packages of a class and its base classes."""
+    modules = (str(base.__module__) for base in kind.__mro__)
+    return frozenset(module.partition(".")[0] for module in modules)
+
+
 def has_no_module(name: Any) -> bool:
     """Returns whether code with a module's name is in no module.
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from keras_fastdata._dataset_internals import answer, mark_changed
 from keras_fastdata._validation import arguments_of, unknown_arguments
+from keras_fastdata.building.global_rng import preserved_globals
 from keras_fastdata.building.interface import EPOCH_HOOKS
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.sampling import for_iterables
@@ -99,12 +100,12 @@ def _draw_order(dataset: Any, seed: int | None) -> None:
     """
     if dataset.seed is not None:
         seed = dataset.seed + dataset.total_batches_seen
-    before = np.random.get_state()
-    if seed is not None:
+    if seed is None:
+        dataset._set_index_array()  # noqa: SLF001 - as Keras does
+        return
+    with preserved_globals():
         np.random.seed(seed % _SEEDS)
-    dataset._set_index_array()  # noqa: SLF001 - as Keras does
-    if seed is not None:
-        np.random.set_state(before)
+        dataset._set_index_array()  # noqa: SLF001 - as Keras does
 
 
 _SEEDS = 1 << 32  # that `np.random.seed` takes

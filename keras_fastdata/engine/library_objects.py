@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata._modules import is_main, is_users_class
+from keras_fastdata._modules import is_main, is_users_class, packages_of
 from keras_fastdata.building.generator_wrappers import wrapper_of
 from keras_fastdata.building.variables import NAMESPACES
 from keras_fastdata.engine.plain_values import CONTAINERS, MAPPINGS
 from keras_fastdata.engine.sent_digest import checksum_of
 from keras_fastdata.engine.slow_descriptions import once_if_slow
-from keras_fastdata.engine.stable_forms import packages_of
 from keras_fastdata.engine.stable_pickle import StablePickler
 from keras_fastdata.memory import rebuilt_classes
 from keras_fastdata.memory.limited_stream import LimitedStream, LimitError

@@ -57,6 +57,11 @@ MAPPINGS = (
     collections.defaultdict,
     collections.Counter,
 )
+# Containers that a program can edit.
+_COMPARED = (
+    *(list, set, collections.deque, types.MappingProxyType),
+    *(*MAPPINGS, *NAMESPACES),
+)
 _SUBCLASSED: tuple[Any, ...] = (list, set, collections.deque, dict)
 
 
@@ -130,18 +135,13 @@ def content_of(value: Any, most_bytes: int | None = None) -> Any:
     Returns `None` for other values.
     """
     kind = type(value)
-    if kind is memoryview:
-        value = np.asarray(value)
-    if kind is types.MappingProxyType:
-        items = first_items(value)
-        return Items(len(value), items + first_items(value.values()))
-    if kind in (list, set, collections.deque, *MAPPINGS, *NAMESPACES):
+    if kind in _COMPARED:
         if is_plain(value):
             return repr(value)
         if kind in NAMESPACES:
             value = vars(value)
         items = first_items(value)
-        if isinstance(value, dict):
+        if isinstance(value, (dict, types.MappingProxyType)):
             items += first_items(value.values())
         return Items(len(value), items)
     for base in _SUBCLASSED:
@@ -158,7 +158,9 @@ def content_of(value: Any, most_bytes: int | None = None) -> Any:
         return content_of_tensor(
             tensor, lambda memory: checksum_of(memory, most_bytes)
         )
-    is_array = isinstance(value, (np.ndarray, array.array, bytearray))
+    is_array = isinstance(
+        value, (np.ndarray, array.array, bytearray, memoryview)
+    )
     return checksum_of(value, most_bytes) if is_array else None
 
 

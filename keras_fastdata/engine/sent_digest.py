@@ -19,7 +19,7 @@ import math
 import mmap
 import types
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,6 +117,8 @@ def checksum_of(
     """
     if most_bytes is None:
         most_bytes = MOST_BYTES
+    if isinstance(values, memoryview):
+        values = np.asarray(values)
     if not isinstance(values, np.ndarray):  # a bytearray, or of `array`
         itemsize = getattr(values, "itemsize", 1)
         step = _step_through(len(values), itemsize, most_bytes)
@@ -260,17 +262,16 @@ class _SentPickler(Pickler):
                 del items[_MOST_OWN_ITEMS:]
             return _identity(obj), items
         if kind.__name__ in _TRACKED and kind.__module__.startswith("keras."):
-            is_new = id(obj) not in self._looked_into
-            self._looked_into.add(id(obj))
-            return _identity(obj), items_of(obj) if is_new else None
+            return _identity(obj), self._once(items_of, obj)
         if kind is array.array or kind is bytearray:
             return _identity(obj), checksum_of(obj)
         if kind is memoryview:
-            return _identity(obj), self._checksum_of(np.asarray(obj))
+            return _identity(obj), self._checksum_of(obj)
         if isinstance(obj, np.ndarray):
             is_small = obj.nbytes <= _FEW_BYTES
             has_few_objects = is_small and obj.dtype.hasobject
-            if has_few_objects and not is_users_class(kind):
+            is_users = is_users_class(kind)
+            if has_few_objects and not is_users:
                 return None
             return (
                 None if is_small else _identity(obj),
@@ -278,7 +279,7 @@ class _SentPickler(Pickler):
                 obj.view(np.ndarray)
                 if has_few_objects
                 else self._checksum_of(obj),
-                self._attributes_once(obj),
+                self._once(_parts_of, obj) if is_users else None,
             )
         if (tensor := as_plain_tensor(obj)) is not None:
             return _identity(obj), content_of_tensor(tensor, self._checksum_of)
@@ -286,15 +287,17 @@ class _SentPickler(Pickler):
             return None
         return _identity(obj)
 
-    def _attributes_once(self, array: Any) -> list[tuple[str, Any]] | None:
-        """Returns the attributes of an array of a user's class.
+    def _once(
+        self, parts_in: Callable[[Any], Iterable[Any]], obj: Any
+    ) -> list[Any] | None:
+        """Returns the parts of an object at the first time, and then `None`.
 
-        An attribute may lead to the array again.
+        A part may lead to the object again.
         """
-        if not is_users_class(type(array)) or id(array) in self._looked_into:
+        if id(obj) in self._looked_into:
             return None
-        self._looked_into.add(id(array))
-        return [*_parts_of(array)]
+        self._looked_into.add(id(obj))
+        return [*parts_in(obj)]
 
     def _checksum_of(self, values: Any) -> tuple[Any, ...] | None:
         """Returns an array's checksum, as long as not too much was read."""

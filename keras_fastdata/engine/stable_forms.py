@@ -5,10 +5,11 @@ The form has the same content, and is equal in each run.
 
 from __future__ import annotations
 
-import functools
 import io
 import zipfile
 from typing import Any
+
+from keras_fastdata._modules import packages_of
 
 # A file in what Keras pickles that has the time when it was written.
 _DATED = "metadata.json"
@@ -26,13 +27,6 @@ def stable_form(value: Any) -> tuple[Any, ...] | None:
     if "keras" in packages and hasattr(value, "get_config"):
         return _of_keras_object(value)
     return None
-
-
-@functools.lru_cache(maxsize=1024)
-def packages_of(kind: Any) -> frozenset[str]:
-    """Returns the packages of a class and its base classes."""
-    modules = (str(base.__module__) for base in kind.__mro__)
-    return frozenset(module.partition(".")[0] for module in modules)
 
 
 def _of_tensor(tensor: Any) -> tuple[Any, ...] | None:

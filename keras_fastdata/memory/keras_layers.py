@@ -15,23 +15,25 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from keras_fastdata._modules import is_users_class, is_users_code, loaded
+from keras_fastdata._modules import is_users_class, is_users_code
 
 Path = tuple[Any, ...]  # of attributes, indices and keys
 
+_LEAVES = {str, bytes, int, float, bool, type(None)}
 
-def reduce_layer(obj: Any, can_travel: Callable[[Any], bool]) -> Any:
-    """Returns the parts of a layer; `NotImplemented` for all other objects.
 
-    Also for one whose class says itself how to pickle it.
+def reduce_layer(
+    keras: Any, obj: Any, can_travel: Callable[[Any], bool]
+) -> Any:
+    """Returns the parts of a layer.
+
+    `NotImplemented` if its class says itself how to pickle it.
 
     Args:
-        obj: Any object.
+        keras: The module `keras`.
+        obj: The layer.
         can_travel: Returns whether a value that a layer holds can be pickled.
     """
-    keras: Any = loaded("keras")
-    if keras is None or not isinstance(obj, keras.Layer):
-        return NotImplemented
     if type(obj).__reduce__ is not keras.Layer.__reduce__:
         return NotImplemented
     make, args, *_ = obj.__reduce__()
@@ -125,7 +127,11 @@ def _parts_of(keras: Any, outer: Any) -> Iterator[tuple[Path, Any]]:
             items = part.items()
         elif isinstance(part, (list, tuple)):
             items = enumerate(part)
-        waiting += [((*path, name), inner) for name, inner in items]
+        waiting += [
+            ((*path, name), inner)
+            for name, inner in items
+            if type(inner) not in _LEAVES
+        ]
 
 
 def _attributes_of(keras: Any, layer: Any) -> list[tuple[str, Any]]:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_fastdata._modules import is_users_class, loaded
+from keras_fastdata._modules import is_users_class, loaded, packages_of
 from keras_fastdata.memory.by_name import made_by_base
 
 _FORGETFUL: tuple[type, ...] = (
@@ -34,14 +34,12 @@ _FORGETFUL: tuple[type, ...] = (
     collections.Counter,
     collections.defaultdict,
     datetime.date,
-    datetime.datetime,
     datetime.time,
     datetime.timedelta,
     decimal.Decimal,
     fractions.Fraction,
     pathlib.PurePath,
     np.ndarray,
-    np.ma.MaskedArray,
     np.random.Generator,
     np.random.RandomState,
     np.random.BitGenerator,
@@ -83,7 +81,8 @@ def reduce_whole(obj: Any) -> Any:
     if base is None and _has_own_attributes(obj):
         base = kind
     if base is None:
-        return _reduce_image(obj)
+        has_palette = "PIL" in packages_of(kind)
+        return _reduce_image(obj) if has_palette else NotImplemented
     reduced: tuple[Any, ...] = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     parts = [*reduced, *[None] * (_MOST_PARTS - len(reduced))]
     make, args, state, items, pairs = parts
@@ -128,10 +127,9 @@ def _value_of(obj: Any, base: Any) -> tuple[Any, ...] | None:
         return (obj._bit_generator,)
     if issubclass(base, np.random.BitGenerator):
         return ()
-    if "__new__" in _SEEN_BY.get(base, ()) and hasattr(base, "__getnewargs__"):
-        found: tuple[Any, ...] = base.__getnewargs__(obj)
-        return found
-    return None
+    # Numbers, texts and tuples tell their value so.
+    read = getattr(base, "__getnewargs__", None)
+    return None if read is None else read(obj)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -189,8 +187,10 @@ def _set_state(
 ) -> None:
     """Sets the state, the attributes in `__dict__` and slots, and the items."""
     state, attributes, slots, items = parts
-    for item in items:
-        _adder_of(obj)(obj, *item)
+    if items:
+        add = next(_ADDERS[b] for b in type(obj).__mro__ if b in _ADDERS)
+        for item in items:
+            add(obj, *item)
     # A user's `setstate` may read attributes.
     if attributes:
         vars(obj).update(attributes)
@@ -198,10 +198,6 @@ def _set_state(
         object.__setattr__(obj, name, value)
     if state is not None:
         obj.__setstate__(state)
-
-
-def _adder_of(obj: Any) -> Any:
-    return next(_ADDERS[b] for b in type(obj).__mro__ if b in _ADDERS)
 
 
 # -- images of Pillow ----------------------------------------------------------

@@ -42,6 +42,7 @@ import tempfile
 import threading
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -49,7 +50,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata._call_stack import raise_of_handler
-from keras_fastdata._modules import is_main, loaded
+from keras_fastdata._modules import is_main, loaded, packages_of
 from keras_fastdata.memory import (
     by_name,
     delegating,
@@ -131,28 +132,30 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 f"cannot pickle a {type(obj).__name__}: a copy would not be "
                 "connected to the original"
             )
-        if (h5py := loaded("h5py")) is not None:
+        kind: Any = type(obj)
+        packages = packages_of(kind)
+        if "h5py" in packages and (h5py := loaded("h5py")) is not None:
             if isinstance(obj, (h5py.Group, h5py.Dataset)):
                 self._note(h5py)
                 return _reduce_h5(obj)
-            kind = type(obj)
             if kind.__name__ in _OF_H5 and kind.__module__.startswith("h5py."):
                 raise TypeError(
                     f"cannot pickle a {kind.__name__} of h5py: hold the file, "
                     "group or dataset in place of its `attrs` or `dims`"
                 )
-        keras = loaded("keras")
-        if keras is not None and isinstance(obj, keras.callbacks.Callback):
-            return _reduce_callback(obj)
+        if "keras" in packages and (keras := loaded("keras")) is not None:
+            if isinstance(obj, keras.callbacks.Callback):
+                return _reduce_callback(obj)
+            if isinstance(obj, keras.Layer):
+                reduced = keras_layers.reduce_layer(keras, obj, _can_be_pickled)
+                if reduced is not NotImplemented:
+                    return reduced
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented:
-            reduced = keras_layers.reduce_layer(obj, _can_be_pickled)
-            if reduced is NotImplemented:
-                reduced = lossy_reductions.reduce_whole(obj)
-            if reduced is NotImplemented:
-                reduced = by_name.reduce_by_value(obj)
-            if reduced is NotImplemented:
-                reduced = delegating.reduce_without_asking(obj)
+            for reduce in _OF_OBJECTS:
+                reduced = reduce(obj)
+                if reduced is not NotImplemented:
+                    break
         elif isinstance(reduced, tuple) and len(reduced) == _BY_VALUE:
             if isinstance(obj, type):
                 reduced = rebuilt_classes.completed(obj, reduced)
@@ -202,9 +205,18 @@ def _can_be_pickled(value: Any) -> bool:
 
 class _PicklerWithoutLayers(Pickler):
     def persistent_id(self, obj: Any) -> Any:
-        keras = loaded("keras")
-        is_layer = keras is not None and isinstance(obj, keras.Layer)
-        return id(obj) if is_layer else None
+        kind: Any = type(obj)
+        if "keras" not in packages_of(kind):
+            return None
+        return id(obj) if isinstance(obj, sys.modules["keras"].Layer) else None
+
+
+# They reduce objects of certain classes, and no others.
+_OF_OBJECTS: tuple[Callable[[Any], Any], ...] = (
+    lossy_reductions.reduce_whole,
+    by_name.reduce_by_value,
+    delegating.reduce_without_asking,
+)
 
 
 # -- classes that travel by value ----------------------------------------------
