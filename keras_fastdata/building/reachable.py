@@ -318,6 +318,8 @@ def _is_leaf(kind: type) -> bool:
     """Returns whether the search skips the instances of a class."""
     if kind.__name__ in ("Tensor", "Parameter"):
         return kind.__module__.startswith("torch")
+    if kind.__name__ == "RngPool":  # Grain gives each element a seed
+        return kind.__module__.startswith("grain.")
     return kind.__module__.partition(".")[0] in _OPAQUE
 
 

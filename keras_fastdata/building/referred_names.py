@@ -30,7 +30,9 @@ from keras_fastdata._modules import (
     is_users,
     is_users_class,
     is_users_code,
+    loaded,
     names_in,
+    packages_of,
 )
 from keras_fastdata._unimported import FoundSource, sources_of
 from keras_fastdata.building.assignments import (
@@ -68,6 +70,7 @@ from keras_fastdata.building.variables import (
     part_at,
     parts_of,
 )
+from keras_fastdata.memory import keras_layers
 from keras_fastdata.memory.class_refs import is_importable
 
 _MOST_VISITS = 20_000  # classes, functions and objects that are searched
@@ -271,9 +274,7 @@ class _VariableSearch:
         given = _given_to(attributes)
         if path and path != (SELF,) and has_attributes(value) and not is_ours:
             self._note_size(attributes, path)
-        for name in list(attributes):
-            if name == PRIVATE:
-                continue
+        for name in _names_in(value, attributes):
             if path and (not is_ours or name in given):
                 read = functools.partial(_read, held, _attribute, name)
                 self._note(read, value, name, module, (*path, name))
@@ -568,6 +569,20 @@ def _read(held: Callable[[], Any], read: Callable[..., Any], *key: Any) -> Any:
     if (value := held()) is None:
         raise LookupError("the object was collected")
     return read(value, *key)
+
+
+def _names_in(value: Any, attributes: dict[str, Any]) -> list[str]:
+    """Returns the names of an object's attributes, but for private ones.
+
+    Those are of this package, or containers in which a layer of Keras keeps
+    what it collects, such as its losses.
+    """
+    names = [name for name in list(attributes) if name != PRIVATE]
+    kind: Any = type(value)
+    if "keras" not in packages_of(kind) or not loaded("keras"):
+        return names
+    private = keras_layers.collected_by(loaded("keras"), value)
+    return [name for name in names if name not in private]
 
 
 def _given_to(attributes: dict[str, Any]) -> set[str]:

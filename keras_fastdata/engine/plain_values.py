@@ -35,6 +35,7 @@ from keras_fastdata.engine.sent_digest import (
     content_of_tensor,
     size_of,
 )
+from keras_fastdata.memory.keras_layers import is_tracked
 from keras_fastdata.memory.tensors import as_plain_tensor
 
 _MOST_ITEMS = 1000  # of a plain value, in all; so many bytes are one
@@ -145,7 +146,9 @@ def content_of(value: Any, most_bytes: int | None = None) -> Any:
             items += first_items(value.values())
         return Items(len(value), items)
     for base in _SUBCLASSED:
-        if isinstance(value, base) and is_users_class(kind):
+        if isinstance(value, base) and (
+            is_users_class(kind) or is_tracked(kind)
+        ):
             items = items_of(value)
             if base is dict:
                 items = [*itertools.chain.from_iterable(items)]

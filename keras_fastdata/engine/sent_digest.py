@@ -33,7 +33,7 @@ from keras_fastdata.building.attributes import (
 )
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.building.variables import OPEN
-from keras_fastdata.memory import checksum, rebuilt_classes
+from keras_fastdata.memory import checksum, keras_layers, rebuilt_classes
 from keras_fastdata.memory.limited_stream import LimitedStream, LimitError
 from keras_fastdata.memory.reducers import Pickler
 from keras_fastdata.memory.shared_arrays import owner_of
@@ -56,8 +56,6 @@ _CONTAINERS = {
     *(collections.deque, collections.OrderedDict, collections.defaultdict),
     collections.Counter,
 }
-# Keras makes these of the containers that a layer holds.
-_TRACKED = {"TrackedList", "TrackedDict", "TrackedSet"}
 # Objects that pickle takes apart without a method of the user's.
 _TAKEN_APART = (
     *(type, types.FunctionType, types.CodeType, types.CellType),
@@ -261,7 +259,7 @@ class _SentPickler(Pickler):
             if self._dataset is None:
                 del items[_MOST_OWN_ITEMS:]
             return _identity(obj), items
-        if kind.__name__ in _TRACKED and kind.__module__.startswith("keras."):
+        if keras_layers.is_tracked(kind):
             return _identity(obj), self._once(items_of, obj)
         if kind is array.array or kind is bytearray:
             return _identity(obj), checksum_of(obj)

@@ -1,14 +1,18 @@
-"""Pickles layers and models of Keras with what Keras leaves out.
+"""Pickles layers, models, metrics and losses with what Keras leaves out.
 
 Keras makes a layer again from its configuration and its weights. A worker
 process lacks the classes and functions of a script that the configuration
 names, also those that the script registered. And what the program has set since
 the layer was made, such as `layer.scale = 10`, is in no configuration.
+
+Below, a metric counts as a layer. A loss has no weights: all of it is in its
+attributes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import functools
 import importlib
 import types
@@ -20,29 +24,50 @@ from keras_fastdata._modules import is_users_class, is_users_code
 Path = tuple[Any, ...]  # of attributes, indices and keys
 
 _LEAVES = {str, bytes, int, float, bool, type(None)}
+# Keras makes these of the containers that a layer holds.
+_TRACKED = {"TrackedList", "TrackedDict", "TrackedOrderedDict", "TrackedSet"}
+
+
+def is_tracked(kind: type) -> bool:
+    """Returns whether Keras has made a container of one that a layer holds."""
+    return kind.__name__ in _TRACKED and kind.__module__.startswith("keras.")
 
 
 def reduce_layer(
     keras: Any, obj: Any, can_travel: Callable[[Any], bool]
 ) -> Any:
-    """Returns the parts of a layer.
+    """Returns the parts of a layer, a metric, or a loss of the user's class.
 
-    `NotImplemented` if its class says itself how to pickle it.
+    `NotImplemented` of anything else, and if its class says itself how to
+    pickle it.
 
     Args:
         keras: The module `keras`.
-        obj: The layer.
+        obj: The object.
         can_travel: Returns whether a value that a layer holds can be pickled.
     """
-    if type(obj).__reduce__ is not keras.Layer.__reduce__:
+    kind: Any = type(obj)
+    if kind.__reduce__ is not keras.Layer.__reduce__:
+        return NotImplemented
+    if isinstance(obj, keras.losses.Loss) and is_users_class(kind):
+        make = copyreg.__newobj__  # type: ignore[attr-defined]
+        return make, (kind,), vars(obj)
+    if not isinstance(obj, _kinds_of(keras)):
         return NotImplemented
     make, args, *_ = obj.__reduce__()
     found = dict(_parts_of(keras, obj))
     objects = _named(keras, filter(None, map(_users_own, found.values())))
-    layers = {k: v for k, v in found.items() if isinstance(v, keras.Layer)}
+    layers = {
+        path: part
+        for path, part in found.items()
+        if isinstance(part, _kinds_of(keras))
+    }
     paths = {id(layer): path for path, layer in layers.items()}
     attributes = {
-        path: dict(_data_in(keras, layer, paths, can_travel))
+        path: (
+            set(vars(layer)),
+            dict(_data_in(keras, layer, paths, can_travel)),
+        )
         for path, layer in layers.items()
     }
     # As a state: an attribute may refer to the layer.
@@ -88,14 +113,22 @@ def _make_again(
         return make(*args)
 
 
-def _set_attributes(made: Any, attributes: dict[Path, dict[str, Any]]) -> None:
+def _set_attributes(
+    made: Any, attributes: dict[Path, tuple[set[str], dict[str, Any]]]
+) -> None:
+    """Sets attributes, and deletes those that the program has deleted."""
     keras: Any = importlib.import_module("keras")
     parts = dict(_parts_of(keras, made))
-    for path, values in attributes.items():
+    for path, (names, values) in attributes.items():
+        # The program may have replaced a layer that Keras makes again.
+        layer = parts.get(path)
+        if isinstance(layer, _kinds_of(keras)) and is_users_class(type(layer)):
+            for name, _ in _attributes_of(keras, layer):
+                if name not in names:
+                    del vars(layer)[name]
         for name, value in values.items():
-            # The program may have replaced a layer that Keras makes again.
             with contextlib.suppress(KeyError):
-                vars(parts[path])[name] = _with_layers(value, parts)
+                vars(layer)[name] = _with_layers(value, parts)
 
 
 def _users_own(part: Any) -> Any:
@@ -119,7 +152,7 @@ def _parts_of(keras: Any, outer: Any) -> Iterator[tuple[Path, Any]]:
         seen.add(id(part))
         yield path, part
         items: Any = ()
-        if isinstance(part, keras.Layer):
+        if isinstance(part, _kinds_of(keras)):
             items = _attributes_of(keras, part)
             # Those that only `keras.Sequential` and the like keep come last.
             items = [*items, ("_layers", vars(part).get("_layers"))]
@@ -137,7 +170,7 @@ def _parts_of(keras: Any, outer: Any) -> Iterator[tuple[Path, Any]]:
 def _attributes_of(keras: Any, layer: Any) -> list[tuple[str, Any]]:
     """Returns a layer's attributes that Keras does not manage."""
     is_users = is_users_class(type(layer))
-    managed = _managed_by(keras, isinstance(layer, keras.Model))
+    managed = _managed_by(keras, layer)
     return [
         (name, value)
         for name, value in vars(layer).items()
@@ -145,12 +178,35 @@ def _attributes_of(keras: Any, layer: Any) -> list[tuple[str, Any]]:
     ]
 
 
-@functools.lru_cache(maxsize=2)
-def _managed_by(keras: Any, is_model: bool) -> frozenset[str]:
-    """Returns the names of the attributes that each layer, or model, has."""
+def _managed_by(keras: Any, layer: Any) -> frozenset[str]:
+    """Returns the names of attributes that all such layers or models have."""
+    if isinstance(layer, keras.Model):
+        return _attributes_made_by(keras.Sequential)
+    kinds = (each for each in _kinds_of(keras) if isinstance(layer, each))
+    return _attributes_made_by(next(kinds))
+
+
+def collected_by(keras: Any, layer: Any) -> list[str]:
+    """Returns the names of the containers in which Keras collects things.
+
+    Such as a layer's weights and losses. Other objects have none.
+    """
+    if not isinstance(layer, _kinds_of(keras)):
+        return []
+    held = vars(layer)
+    managed = _managed_by(keras, layer)
+    return [name for name in managed if is_tracked(type(held.get(name)))]
+
+
+@functools.lru_cache(maxsize=8)
+def _attributes_made_by(kind: Any) -> frozenset[str]:
     # Without a name, it would count for the names of the user's layers.
-    kind = keras.Sequential if is_model else keras.Layer
     return frozenset(vars(kind(name="one")))
+
+
+def _kinds_of(keras: Any) -> tuple[Any, ...]:
+    """Returns what Keras makes again from a configuration and weights."""
+    return keras.Layer, keras.metrics.Metric
 
 
 # -- attributes ----------------------------------------------------------------
@@ -200,7 +256,7 @@ def _without_layers(value: Any, keras: Any, paths: dict[int, Path]) -> Any:
         return _mapped(_without_layers, value, keras, paths)
     kind = type(value)
     is_kerass = kind.__module__.startswith("keras.")
-    is_layer = isinstance(value, (keras.Layer, keras.Variable))
+    is_layer = isinstance(value, (*_kinds_of(keras), keras.Variable))
     if is_kerass or is_layer or "Variable" in kind.__name__:
         raise _KerasError
     return value

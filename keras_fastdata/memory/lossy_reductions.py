@@ -22,6 +22,7 @@ import pickle
 import random
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -71,10 +72,14 @@ _MAKERS: dict[type, Any] = {
 _MOST_PARTS = 5  # that come before the function which sets the state
 
 
-def reduce_whole(obj: Any) -> Any:
+def reduce_whole(obj: Any, reduce: Callable[[Any], Any] | None = None) -> Any:
     """Returns the parts of an object that its `__reduce__` loses in part.
 
     Returns `NotImplemented` for all other objects.
+
+    Args:
+        obj: The object.
+        reduce: Used in place of its `__reduce__`.
     """
     kind: Any = type(obj)
     base = _incomplete_base(kind)
@@ -83,7 +88,10 @@ def reduce_whole(obj: Any) -> Any:
     if base is None:
         has_palette = "PIL" in packages_of(kind)
         return _reduce_image(obj) if has_palette else NotImplemented
-    reduced: tuple[Any, ...] = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    if reduce is None:
+        reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    else:
+        reduced = reduce(obj)
     parts = [*reduced, *[None] * (_MOST_PARTS - len(reduced))]
     make, args, state, items, pairs = parts
     value = _value_of(obj, base)
@@ -94,9 +102,12 @@ def reduce_whole(obj: Any) -> Any:
     if value is not None:
         make, args = made_by_base, (kind, _MAKERS.get(base, base), value)
     # Nothing of this package's classes, which values of modules may not have.
+    attributes = dict(getattr(obj, "__dict__", {}))
+    if isinstance(obj, np.memmap):
+        attributes.pop("_mmap", None)
     whole = (
         state if hasattr(base, "__setstate__") else None,
-        dict(getattr(obj, "__dict__", {})),
+        attributes,
         _in_slots(obj),
         [(item,) for item in items or ()] or list(pairs or ()),
     )
@@ -140,7 +151,7 @@ def _incomplete_base(kind: Any) -> type | None:
         kind: The class of an object. If it is not the user's, or says itself
             how to pickle the object, the result is `None`.
     """
-    if not is_users_class(kind) or issubclass(kind, (enum.Enum, np.memmap)):
+    if not is_users_class(kind) or issubclass(kind, enum.Enum):
         return None
     users = [base for base in kind.__mro__ if is_users_class(base)]
     defined = {

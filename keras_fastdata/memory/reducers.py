@@ -146,10 +146,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if "keras" in packages and (keras := loaded("keras")) is not None:
             if isinstance(obj, keras.callbacks.Callback):
                 return _reduce_callback(obj)
-            if isinstance(obj, keras.Layer):
-                reduced = keras_layers.reduce_layer(keras, obj, _can_be_pickled)
-                if reduced is not NotImplemented:
-                    return reduced
+            reduced = keras_layers.reduce_layer(keras, obj, _can_be_pickled)
+            if reduced is not NotImplemented:
+                return reduced
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented:
             for reduce in _OF_OBJECTS:
@@ -209,14 +208,6 @@ class _PicklerWithoutLayers(Pickler):
         if "keras" not in packages_of(kind):
             return None
         return id(obj) if isinstance(obj, sys.modules["keras"].Layer) else None
-
-
-# They reduce objects of certain classes, and no others.
-_OF_OBJECTS: tuple[Callable[[Any], Any], ...] = (
-    lossy_reductions.reduce_whole,
-    by_name.reduce_by_value,
-    delegating.reduce_without_asking,
-)
 
 
 # -- classes that travel by value ----------------------------------------------
@@ -470,6 +461,13 @@ def _reduce_array(array: npt.NDArray[Any]) -> Reduced:
     return reduced
 
 
+def _reduce_users_map(obj: Any) -> Any:
+    """Returns the parts of a memory map of the user's class."""
+    if not isinstance(obj, np.memmap):
+        return NotImplemented
+    return lossy_reductions.reduce_whole(obj, _reduce_array)
+
+
 def _map_again(
     cls: type[npt.NDArray[Any]],
     path: str,
@@ -485,8 +483,8 @@ def _map_again(
     raw = np.memmap(path, np.uint8, mode, offset, (nbytes,))
     writeable = writeable and mode != "r"
     array: Any = view_again(raw, start, shape, dtype, strides, writeable)
-    if cls is np.memmap:
-        array = array.view(np.memmap)
+    if issubclass(cls, np.memmap):
+        array = array.view(cls)
         array.filename, array.mode, array.offset = path, mode, offset
     result: npt.NDArray[Any] = array
     return result
@@ -639,4 +637,11 @@ _REDUCERS: dict[type, Any] = {
 }
 Pickler.dispatch_table = collections.ChainMap(
     _REDUCERS, cloudpickle.Pickler.dispatch_table
+)
+# They reduce objects of certain classes, and no others.
+_OF_OBJECTS: tuple[Callable[[Any], Any], ...] = (
+    _reduce_users_map,
+    lossy_reductions.reduce_whole,
+    by_name.reduce_by_value,
+    delegating.reduce_without_asking,
 )

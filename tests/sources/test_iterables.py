@@ -183,6 +183,21 @@ def test_sample_dataset_names_the_class_for_iterables(make):
         SampleDataset(make(), 8, label="number")
 
 
+@pytest.mark.parametrize("place", _PLACES)
+def test_grain_keeps_the_numbers_that_it_draws(place):
+    grain = pytest.importorskip("grain")
+    source = grain.MapDataset.range(6).seed(4).random_map(_add_random)
+    drawn = [source[i] for i in range(6)]
+    with SampleDataset(source, 2, seed=1, **KINDS[place]) as dataset:
+        for _ in range(2):
+            assert np.concatenate([*dataset]).tolist() == drawn
+    assert [source[i] for i in range(6)] == drawn
+
+
+def _add_random(number, rng):
+    return number + rng.integers(1_000)
+
+
 def test_what_grain_leaves_out_is_told_so():
     grain = pytest.importorskip("grain")
     odd = grain.MapDataset.range(6).filter(lambda number: number % 2 == 1)

@@ -9,6 +9,7 @@ import functools
 import gzip
 import io
 import logging
+import mmap
 import os
 import pathlib
 import pickle
@@ -43,12 +44,14 @@ from class_kinds import (
     of_wrapping,
 )
 from PIL import Image
+from places import PLACES
 from samples import Holds, MapsAFile, h5_item, hold, rest_of, row
 from subclasses import CHANGING, MAKERS, OF_LIBRARIES
 
 from keras_fastdata import DatasetPicklingError
 from keras_fastdata.engine import module_sources
 from keras_fastdata.memory.reducers import Pickler
+from keras_fastdata.memory.shared_arrays import owner_of
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -209,9 +212,28 @@ def test_a_map_at_an_offset_travels(tmp_path):
     assert_travels(array[7:], row)
 
 
-def test_an_anonymous_map_travels_by_value():
-    import mmap
+class _Scaled(np.memmap):
+    def __array_finalize__(self, other):
+        super().__array_finalize__(other)
+        self.scale = getattr(other, "scale", None)
 
+
+@pytest.mark.parametrize("take", ["all", "a part", "a copy"])
+def test_a_map_of_a_users_class_keeps_its_attributes(tmp_path, take):
+    path = tmp_path / "raw"
+    path.write_bytes(bytes(range(8)))
+    array = _Scaled(path, "uint8", "r")
+    array.scale = 3
+    taken = {"all": array, "a part": array[2:], "a copy": array.copy()}[take]
+    there = pickle.loads(dumps(taken))
+    assert type(there) is _Scaled
+    assert there.scale == 3
+    assert there.tolist() == taken.tolist()
+    is_mapped = isinstance(owner_of(there).base, mmap.mmap)
+    assert is_mapped == (take != "a copy")
+
+
+def test_an_anonymous_map_travels_by_value():
     memory = mmap.mmap(-1, 4096)
     array = np.frombuffer(memory, "uint8")
     array[0] = 9
@@ -800,7 +822,8 @@ def test_no_method_of_a_users_subclass_changes_the_object_again(kind):
     (there, same) = pickle.loads(dumps([thing, thing]))
     assert there is same
     assert type(there) is type(thing)
-    assert repr(there) == repr(thing)
+    if not isinstance(thing, set):  # a set has no order
+        assert repr(there) == repr(thing)
     assert vars(there) == vars(thing)
     if not isinstance(thing, Exception):
         assert there == thing
@@ -917,6 +940,19 @@ def _layers():
         layer.file = open(os.devnull, "w")  # noqa: SIM115 - it cannot travel
         return layer
 
+    class Shifted(keras.layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.shift = 5.0
+
+        def call(self, x):
+            return x + getattr(self, "shift", 1.0)
+
+    def without_shift():
+        layer = Shifted()
+        del layer.shift
+        return layer
+
     outer = keras.Sequential([keras.layers.Rescaling(1.0), Registered(4.0)])
     outer.layers[0].scale = 3.0
     builtin = keras.layers.Rescaling(1.0)
@@ -938,6 +974,7 @@ def _layers():
         "within a model": (outer, 12.0),
         "within containers": (block, 30.0),
         "with a function": (dense, 1.0),
+        "without an attribute": (without_shift(), 2.0),
     }
 
 
@@ -954,6 +991,44 @@ def test_a_layer_of_keras_arrives_whole(kind):
     assert _of_one(pickle.loads(pickled)) == made_of_one
 
 
+def _losses_and_metrics():
+    class Loss(keras.losses.Loss):
+        def __init__(self, scale):
+            super().__init__()
+            self.scale = scale
+
+        def call(self, y_true, y_pred):
+            return self.scale * (y_true - y_pred)
+
+    class Mean(keras.metrics.Mean):
+        scale = 1.0
+
+        def result(self):
+            return self.scale * super().result()
+
+    mean = Mean()
+    mean.scale = 3.0
+    mean.update_state(2.0)
+    return {
+        "loss": (Loss(3.0), lambda one: one(np.ones(1), np.zeros(1)), 3.0),
+        "metric": (mean, _mean_of_two, 6.0),
+    }
+
+
+def _mean_of_two(metric):
+    metric.reset_state()
+    metric.update_state(2.0)
+    return metric.result()
+
+
+@pytest.mark.parametrize("kind", _losses_and_metrics())
+def test_a_loss_or_a_metric_of_the_script_arrives_whole(kind):
+    thing, use, result = _losses_and_metrics()[kind]
+    assert float(use(thing)) == result
+    there = pickle.loads(dumps(thing))
+    assert float(use(there)) == result
+
+
 class _Shift(keras.layers.Layer):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -963,9 +1038,10 @@ class _Shift(keras.layers.Layer):
         return x + sum(self.shifts) + 10 * len(self.kinds)
 
 
-@pytest.mark.parametrize("workers", [1, 0])
-def test_an_edit_of_a_container_of_a_layer_reaches_workers(workers):
-    kinds = {**PROCESS, "workers": workers}
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize("place", ["inline", "1 thread", "1 process"])
+def test_an_edit_of_a_container_of_a_layer_reaches_workers(place, cache):
+    kinds = {**PLACES[place], "cache": cache}
     layer = _Shift()
     with Holds(layer, _of_one, **kinds) as dataset:
         assert next(iter(dataset)) == 12
