@@ -66,7 +66,7 @@ def _of_class(kind: type) -> Iterator[Any]:
             or isinstance(value, types.GetSetDescriptorType)
         ):
             continue  # Python's own, and not all of it there at once
-        if value or name not in _WRITTEN:
+        if name not in _WRITTEN or value:
             yield name
             yield from parts_inside(value)
 

@@ -29,6 +29,7 @@ import keras
 import ml_dtypes
 import numpy as np
 import outside_config as conf
+import pandas as pd
 import pytest
 from cache_samples import (
     Attributed,
@@ -1180,6 +1181,8 @@ def _nested(value):
     [
         lambda value: pathlib.Path(f"/data/v{value}"),
         np.int64,
+        lambda value: np.arange(value + 1),
+        lambda value: pd.DataFrame({"k": [value, 1]}),
         lambda value: np.dtype(f"uint{8 * value}"),
         range,
         lambda value: re.compile(f"a{value}"),
@@ -1191,7 +1194,8 @@ def _nested(value):
         _nested,
     ],
     ids=[
-        *("path", "number", "dtype", "range", "pattern", "namespace"),
+        *("path", "number", "array", "table", "dtype", "range", "pattern"),
+        "namespace",
         *("partial", "cached property", "cached method", "keyword", "class"),
     ],
 )
