@@ -7,6 +7,7 @@ reads Keras's.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import gc
 import itertools
@@ -60,14 +61,34 @@ def raise_of_handler(error: BaseException) -> None:
     """Raises an error again if a signal handler of the program has raised it.
 
     Such as that of a time limit, which may come at any moment. Code that
-    ignores the errors of a user's objects calls this first.
+    ignores the errors of a user's objects calls this first, or uses
+    `ignoring_errors`.
     """
+    if _is_of_handler(error):
+        raise error
+
+
+def ignoring_errors() -> _IgnoringErrors:
+    """Ignores the errors of a `with` block, but for those of signal handlers.
+
+    See `raise_of_handler`.
+    """
+    return _IgnoringErrors()
+
+
+class _IgnoringErrors(contextlib.AbstractContextManager[None]):
+    def __exit__(self, _: Any, error: BaseException | None, *__: Any) -> bool:
+        return isinstance(error, Exception) and not _is_of_handler(error)
+
+
+def _is_of_handler(error: BaseException) -> bool:
     codes = _codes_of_handlers()
     tb = error.__traceback__
     while codes and tb is not None:
         if tb.tb_frame.f_code in codes:
-            raise error
+            return True
         tb = tb.tb_next
+    return False
 
 
 def _codes_of_handlers() -> set[types.CodeType]:

@@ -22,6 +22,8 @@ from typing import Any
 
 import cloudpickle
 
+from keras_fastdata._call_stack import ignoring_errors
+
 _STDLIB = sysconfig.get_path("stdlib")
 _INSTALLED = ("site-packages", "dist-packages")
 # Packages that each worker has before it loads the dataset.
@@ -275,7 +277,7 @@ def installed_imports(names: Iterable[str]) -> tuple[str, ...]:
             if is_users(name):
                 parts = name.split(".")
                 waiting += [".".join(parts[:n]) for n in range(1, len(parts))]
-                with contextlib.suppress(Exception):  # not Python, or gone
+                with ignoring_errors():  # not Python, or gone
                     waiting += _imports_of(module, str(module.__file__))
             elif name.partition(".")[0] not in _ALWAYS_THERE:
                 found.add(name)

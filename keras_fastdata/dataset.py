@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import reprlib
@@ -20,6 +19,7 @@ from typing import (
 import numpy as np
 
 from keras_fastdata import _call_stack, _process_role
+from keras_fastdata._call_stack import ignoring_errors, raise_of_handler
 from keras_fastdata._dataset_internals import (
     Internals,
     answer,
@@ -546,7 +546,8 @@ class FastPyDataset(_Base):
             if not description.is_default(inherited):
                 return inherited()
             return description.dataset_text(self)
-        except Exception:
+        except Exception as error:
+            raise_of_handler(error)
             return object.__repr__(self)
 
     def _repr_html_(self) -> str | None:
@@ -558,7 +559,7 @@ class FastPyDataset(_Base):
         from keras_fastdata.display import description
 
         is_ours = type(self).__repr__ is FastPyDataset.__repr__
-        with contextlib.suppress(Exception):
+        with ignoring_errors():
             if is_ours and description.is_default(super().__repr__):
                 return description.dataset_html(self)
         return None

@@ -11,6 +11,8 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from keras_fastdata._call_stack import raise_of_handler
+
 _TRIES = 3  # to read a container that another thread changes
 _MOST_ITEMS = 1_000  # of a container
 # What reads a container, whatever the methods of its class do.
@@ -43,7 +45,8 @@ def attributes_of(value: Any) -> dict[str, Any]:
     read = (threading.local if is_local else object).__getattribute__
     try:
         found = read(value, "__dict__")
-    except Exception:
+    except Exception as error:
+        raise_of_handler(error)
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -100,6 +103,7 @@ def is_gone(value: Any) -> bool:
     """Returns whether an object has no class, as the proxy of a dead object."""
     try:
         value.__class__  # noqa: B018 - `isinstance` asks for it
-    except Exception:
+    except Exception as error:
+        raise_of_handler(error)
         return True
     return False

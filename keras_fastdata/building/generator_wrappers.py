@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata._modules import loaded
 from keras_fastdata.building import seeding
 from keras_fastdata.building.attributes import is_gone
@@ -174,7 +175,8 @@ class KerasSeedGenerator(GeneratorWrapper):
     def _is_taken(self) -> bool:
         try:
             _ = self.value.state.value
-        except Exception:  # which depends on Keras's version
+        except Exception as error:  # which depends on Keras's version
+            raise_of_handler(error)
             return True
         return False
 
@@ -204,7 +206,8 @@ class HasSeedMethod(GeneratorWrapper):
     def state(self) -> bytes:
         try:
             return pickle.dumps(self.value)
-        except Exception:
+        except Exception as error:
+            raise_of_handler(error)
             return b""
 
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_fastdata._call_stack import ignoring_errors
 from keras_fastdata._modules import (
     imported_names,
     is_users,
@@ -238,7 +239,7 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _key_name(key: Any, number: int) -> str:
     """Names a dict key in the same way in all processes."""
-    with contextlib.suppress(Exception):
+    with ignoring_errors():
         name = repr(key)
         if " at 0x" not in name:
             return name[:100]

@@ -8,7 +8,6 @@ classes have the trainer's attributes again.
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import sys
 import types
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_fastdata._call_stack import ignoring_errors
 from keras_fastdata._modules import is_users_class
 from keras_fastdata.building.attributes import (
     attributes_of,
@@ -81,7 +81,7 @@ class WorkerGlobals:
         self._names = _globals_of(dataset)
         homes = self._homes()
         for number, (*path, last), value in self._edits:
-            with contextlib.suppress(Exception):  # it is not there any more
+            with ignoring_errors():  # it is not there any more
                 owner: Any = homes[number]
                 if number and not path:
                     type.__setattr__(self._classes[number - 1], last, value)

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata._modules import is_users
 from keras_fastdata.building.seeding import PRIVATE
 
@@ -120,7 +121,8 @@ def _position_of(value: Any) -> Any:
         warnings.simplefilter("ignore")
         try:
             return _position_of(value.__reduce__()[1:])
-        except Exception:
+        except Exception as error:
+            raise_of_handler(error)
             return None
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from keras_fastdata import _process_role
+from keras_fastdata._call_stack import ignoring_errors
 from keras_fastdata._dataset_internals import internals_of
 from keras_fastdata._validation import boolean, integer
 from keras_fastdata.building.drawn_seed import is_repeatable
@@ -352,7 +353,7 @@ def _moment(model: Any, epoch: int, batch: int) -> list[int]:
     """
     checksum = 0
     for weight in model.weights:
-        with contextlib.suppress(Exception):  # in parts on several machines
+        with ignoring_errors():  # in parts on several machines
             values = np.ascontiguousarray(keras.ops.convert_to_numpy(weight))
             content = values.reshape(-1).view(np.uint8).data
             checksum = zlib.crc32(content, checksum)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import platform
@@ -11,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from keras_fastdata._call_stack import ignoring_errors
 from keras_fastdata.metrics import cpu, formatting
 
 
@@ -90,7 +90,7 @@ def compiling_clock() -> Callable[[], float] | None:
     """
     import keras
 
-    with contextlib.suppress(Exception):  # not in each version
+    with ignoring_errors():  # not in each version
         if keras.backend.backend() == "jax":
             from jax import monitoring
 
@@ -123,6 +123,6 @@ def machine() -> dict[str, str]:
         "keras-fastdata": sys.modules["keras_fastdata"].__version__,
         "Python": platform.python_version(),
     }
-    with contextlib.suppress(Exception):  # not on each backend and version
+    with ignoring_errors():  # not on each backend and version
         found["devices"] = ", ".join(keras.distribution.list_devices())
     return {name: text for name, text in found.items() if text}

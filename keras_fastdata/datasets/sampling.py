@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata._call_stack import ignoring_errors
 from keras_fastdata._dataset_internals import answer, version_of
 from keras_fastdata._validation import boolean, integer, optional_integer
 from keras_fastdata.building import build, build_context, seeding
@@ -185,7 +186,7 @@ class Sampling:
         order, dataset = None, self.order and self.order[2]()
         # A dataset that has changed since goes to workers with a new order. An
         # error comes where the dataset is used.
-        with contextlib.suppress(Exception):
+        with ignoring_errors():
             order = dataset and (None, self.order_of(dataset), _nothing)
         return {**vars(self), "order": order, "transform": (None, False)}
 

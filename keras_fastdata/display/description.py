@@ -11,6 +11,7 @@ import dataclasses
 import html
 from typing import Any
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata._dataset_internals import own_loader
 from keras_fastdata.building import interface
 from keras_fastdata.building.seeding import PRIVATE
@@ -92,7 +93,8 @@ def _length(dataset: Any, known: Description | None) -> dict[str, str]:
     else:
         try:
             total = interface.length_of(dataset)
-        except Exception:  # of the user's `__len__`
+        except Exception as error:  # of the user's `__len__`
+            raise_of_handler(error)
             return {}
     unknown = "unknown number of batches"
     text = unknown if total is None else formatting.count(total, "batch")

@@ -6,7 +6,6 @@ of the dataset. So neither the dataset nor its workers take notice.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import textwrap
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata._call_stack import ignoring_errors
 from keras_fastdata._dataset_internals import (
     internals_of,
     own_loader,
@@ -120,7 +120,7 @@ def _part(name: str, leaf: Any, count: int, *, is_target: bool) -> Part:
     structure = type(leaf).__name__
     rows: _Array | None = None
     # A sparse tensor, or an object of the user's, may raise anything.
-    with contextlib.suppress(Exception):
+    with ignoring_errors():
         structure = formatting.structure(leaf)
         rows = np.asarray(leaf[:count])
     if rows is not None and rows.ndim == 0:

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata import _atomic_write
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata.engine import batch_file
 from keras_fastdata.engine.batch_file import OpenBatch
 from keras_fastdata.memory import layout
@@ -239,6 +240,7 @@ class DiskCache(_BoundedCache):
             batch_file.write(path, *plain, self._name_of_writer)
             self._keep_open(index, is_trusted=True)
         except Exception as error:
+            raise_of_handler(error)
             self._close(f"{path} cannot be written ({error})")
         else:
             self._files[index] = _CachedFile.WRITTEN

@@ -34,6 +34,7 @@ import types
 from collections.abc import Collection
 from typing import Any
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata.building import interface
 from keras_fastdata.building.interface import Dataset
 from keras_fastdata.building.seeding import PRIVATE
@@ -152,7 +153,8 @@ def _digest_of_outside(named: tuple[str, Any]) -> bytes:
     found = Found()
     try:
         pickled = pickle_of(value, found)
-    except Exception:  # it holds a lock, or the like
+    except Exception as error:  # it holds a lock, or the like
+        raise_of_handler(error)
         pickled = type(value).__qualname__.encode()
     return _digest_with([name.encode(), pickled], found)
 
@@ -171,7 +173,8 @@ def _digest_of_code(code: Any, found: Found) -> bytes:
     for part in parts_of_code(code):
         try:
             digests.append(pickle_of(part, found))
-        except Exception:
+        except Exception as error:
+            raise_of_handler(error)
             digests.append(type(part).__qualname__.encode())
             home = sys.modules.get(code.__module__)
             if home is not None and not isinstance(part, WITHOUT_CONTENT):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import sys
@@ -10,6 +9,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from keras_fastdata._call_stack import ignoring_errors, raise_of_handler
 from keras_fastdata.building.variables import ABSENT, Path
 from keras_fastdata.engine.kinds import bare_kind_of, kind_of
 from keras_fastdata.engine.plain_values import is_equal
@@ -43,11 +43,12 @@ def give(
         *owners, last = path
         owner = functools.reduce(part_of, owners, module)
         before = part_of(owner, last)
-    except Exception:
+    except Exception as error:
+        raise_of_handler(error)
         return True  # it may be made later
     if owner is ABSENT:
         return True
-    with contextlib.suppress(Exception):
+    with ignoring_errors():
         if isinstance(value, ToldForm):
             lacks = value.differs if is_whole else value.is_missing
             is_lacking = lacks(before)
@@ -71,7 +72,7 @@ def separate(values: dict[tuple[str, Path], Any]) -> None:
     the others.
     """
     for (name, path), value in values.items():
-        with contextlib.suppress(Exception):  # the user's class may refuse
+        with ignoring_errors():  # the user's class may refuse
             owner = _found(name, path[:-1])
             if owner is ABSENT or _has(part_of(owner, path[-1]), value):
                 continue
@@ -102,5 +103,6 @@ def is_of_kind(module: Any, path: Path, kind: tuple[str, str]) -> bool:
     try:
         value = functools.reduce(part_of, path, module)
         return value is ABSENT or kind in (bare_kind_of(value), kind_of(value))
-    except Exception:  # the user's class may refuse
+    except Exception as error:  # the user's class may refuse
+        raise_of_handler(error)
         return True

@@ -14,6 +14,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata._modules import (
     imported_names,
     instructions,
@@ -114,7 +115,9 @@ def facts_of(name: str) -> _ModuleFacts:
         assert spec is not None
         code = spec.loader.get_code(name)
         found = _read(spec, code, getattr(module, "__package__", None))
-    except Exception:  # it has no code, or somebody has edited the file
+    except Exception as error:
+        raise_of_handler(error)
+        # It has no code, or somebody has edited the file.
         nothing = _CodeFacts("", frozenset(), frozenset())
         found = _ModuleFacts(spec, frozenset(), (), nothing, [])
     _known[name] = found

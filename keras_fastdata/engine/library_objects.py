@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata._modules import is_main, is_users_class, packages_of
 from keras_fastdata.building.generator_wrappers import wrapper_of
 from keras_fastdata.building.variables import NAMESPACES
@@ -114,7 +115,8 @@ def digest_of(value: Any) -> str | None:
         for array in arrays:
             checksum = checksum_of(np.frombuffer(array.raw(), np.uint8))
             digest.update(repr(checksum).encode())
-    except Exception:
+    except Exception as error:
+        raise_of_handler(error)
         return None
     return digest.hexdigest()
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata._modules import is_users_class
 from keras_fastdata.building.assignments import is_by_value
 from keras_fastdata.building.attributes import first_items, items_of
@@ -225,7 +226,8 @@ def is_equal(one: Any, other: Any) -> bool:
     try:
         if one != other:
             return False
-    except Exception:  # a container has an array in place of a list
+    except Exception as error:  # a container has an array in place of a list
+        raise_of_handler(error)
         return False
     # 1 and 1.0 are equal in containers, and so are dicts of another order and
     # times in two zones.

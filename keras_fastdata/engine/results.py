@@ -6,7 +6,6 @@ Batches come from the results of workers, or from the cache of the dataset.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import enum
 import logging
@@ -14,6 +13,7 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+from keras_fastdata._call_stack import ignoring_errors, raise_of_handler
 from keras_fastdata.building import rng_monitor
 from keras_fastdata.building.interface import Dataset
 from keras_fastdata.engine import slow_descriptions
@@ -126,7 +126,8 @@ class Results:
         """Sets `structure` to the dtypes and shapes of a batch."""
         try:
             self.structure = formatting.structure(batch)
-        except Exception:  # of an object that only looks like an array
+        except Exception as error:  # of an object that only looks like an array
+            raise_of_handler(error)
             self.structure = type(batch).__name__
 
     def store_ready(self, epoch: Epoch) -> None:
@@ -137,7 +138,7 @@ class Results:
             index = epoch.schedule.index_at(position)
             assert index is not None
             # An error is raised when the batch is requested again.
-            with contextlib.suppress(Exception):
+            with ignoring_errors():
                 self._keep(index, completed.done.open())
 
     def _keep(self, index: int, batch: Any) -> None:

@@ -122,8 +122,10 @@ def checksum_of(
         step = _step_through(len(values), itemsize, most_bytes)
         return len(values), _crc32(values, step)
     if isinstance(values, np.ma.MaskedArray):
+        # A view: the array itself would keep a fill value that it lacks.
+        rest = repr(values.view().fill_value), values.hardmask
         mask = np.asarray(values.mask)
-        return checksum_of(values.data, most_bytes), checksum_of(mask)
+        return checksum_of(values.data, most_bytes), checksum_of(mask), *rest
     # What is written to a map of another mode is in the file.
     is_in_file = isinstance(values, np.memmap) and values.mode != "c"
     if values.dtype.hasobject or is_in_file:

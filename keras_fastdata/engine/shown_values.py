@@ -7,11 +7,11 @@ trainer.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 from typing import Any
 
+from keras_fastdata._call_stack import ignoring_errors
 from keras_fastdata.building.variables import ABSENT, Path
 from keras_fastdata.engine.giving import give
 from keras_fastdata.engine.variable_parts import (
@@ -38,7 +38,7 @@ class ShownValues:
     def keep_alone(self, place: Place) -> None:
         """Notes what a variable has, before this worker is told of it."""
         if place not in self._alone:
-            with contextlib.suppress(Exception):
+            with ignoring_errors():
                 self._alone[place] = _FormerContent(place)
 
     def show_alone(self) -> None:
@@ -70,7 +70,7 @@ class ShownValues:
 
     def _save(self, place: Place) -> None:
         if self._own is not None and place not in self._own:
-            with contextlib.suppress(Exception):  # the user's class may refuse
+            with ignoring_errors():  # the user's class may refuse
                 self._own[place] = _FormerContent(place)
 
 
@@ -86,7 +86,7 @@ class _FormerContent:
         """Gives the variable this value with this content."""
         if self._value is ABSENT:
             return
-        with contextlib.suppress(Exception):  # the user's class may refuse
+        with ignoring_errors():  # the user's class may refuse
             if self._twin is not None:
                 fill(self._value, self._twin)
             owner, last = self._owner(), self._path[-1]

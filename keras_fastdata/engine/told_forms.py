@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata._modules import is_main, is_users_class
 from keras_fastdata.building.attributes import attributes_of
 from keras_fastdata.building.variables import ABSENT, Variable
@@ -193,7 +194,9 @@ def _named(value: Any) -> Named | None:
         return None
     try:
         found = operator.attrgetter(named.name)(sys.modules[named.module])
-    except Exception:  # a module may have a `__getattr__` of the user's
+    except Exception as error:
+        raise_of_handler(error)
+        # A module may have a `__getattr__` of the user's.
         return None
     return named if found is value else None
 
@@ -207,7 +210,8 @@ def pickled(value: Any) -> Pickled | None:
     stream = io.BytesIO()
     try:
         SmallPickler(LimitedStream(stream.write), protocol=5).dump(value)
-    except Exception:
+    except Exception as error:
+        raise_of_handler(error)
         return None
     pickled = np.frombuffer(stream.getvalue(), np.uint8)
     return Pickled(kind_of(value), digest_of(value), pickled)
@@ -222,6 +226,7 @@ def of_script(value: Any) -> OfScript | None:
 def _has_small_pickle(value: Any) -> bool:
     try:
         ScriptPickler(LimitedStream(lambda _: None), protocol=5).dump(value)
-    except Exception:
+    except Exception as error:
+        raise_of_handler(error)
         return False
     return True

@@ -11,6 +11,7 @@ import logging
 import sys
 from typing import Any
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata._modules import is_main
 from keras_fastdata.building.interface import Dataset
 from keras_fastdata.building.variables import SELF, Kept, Path, name_of
@@ -67,7 +68,9 @@ def check_results(dataset: Dataset) -> None:
         kind = unchecked.places[module, path]
         try:
             is_same = kind_of(_value_at(dataset, module, path)) == kind
-        except Exception:  # nobody has called the function; or objects refuse
+        except Exception as error:
+            raise_of_handler(error)
+            # Nobody has called the function; or objects refuse.
             continue
         del unchecked.places[module, path]
         # A container differs with its items.

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from keras_fastdata._call_stack import ignoring_errors
 from keras_fastdata.building.variables import Path, name_of
 from keras_fastdata.engine import framework_settings
 from keras_fastdata.engine.framework_settings import SettingsByModule
@@ -230,7 +231,7 @@ class _Received:
             for key, value in self.told.settings.get(name, {}).items()
             if key not in had or had[key] != value
         }
-        with contextlib.suppress(Exception):  # another version may lack it
+        with ignoring_errors():  # another version may lack it
             framework_settings.write(name, module, settings)
 
     def _give(self, place: Place, value: Any, is_whole: bool = False) -> bool:

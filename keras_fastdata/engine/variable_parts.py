@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata._modules import is_users_class
 from keras_fastdata.building.assignments import cells_of
 from keras_fastdata.building.attributes import attributes_of, slot_values
@@ -102,7 +103,8 @@ def twin_of(value: Any) -> Any:
             return value.copy()
         twin = next(bases, object).__new__(kind)  # not by the user's method
         return twin if fill(twin, value) else None
-    except Exception:
+    except Exception as error:
+        raise_of_handler(error)
         return None
 
 

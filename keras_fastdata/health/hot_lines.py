@@ -7,7 +7,6 @@ outermost call first, each with the number of times it was met.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import linecache
 import os
@@ -17,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_fastdata import _atomic_write
+from keras_fastdata._call_stack import ignoring_errors
 from keras_fastdata._modules import is_users_file
 
 _CALL = re.compile(r"(.*) \((.*):(\d+)\)")
@@ -59,7 +59,7 @@ class HotLine:
         """
         name = os.path.basename(self.file)
         shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", None)
-        with contextlib.suppress(Exception):  # not in each version of IPython
+        with ignoring_errors():  # not in each version of IPython
             name = shell().compile.format_code_name(self.file)[1]
         return f"{name} line {self.line}"
 

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata.keras_bridge.keras_internals import (
     Feature,
     dry_run,
@@ -84,7 +85,8 @@ def _runs(name: str, trainer: Any, batch: tuple[Any, ...]) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they would come twice
             dry_run(name, trainer, batch)
-    except Exception:  # of any layer, backend, or code of the user
+    except Exception as error:  # of any layer, backend, or code of the user
+        raise_of_handler(error)
         return False
     return True
 

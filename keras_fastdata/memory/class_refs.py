@@ -17,6 +17,7 @@ from typing import Any
 
 import cloudpickle
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata._modules import is_main
 
 
@@ -88,7 +89,8 @@ def tracked(cls: type, mark: str | None) -> type:
 def _lookup(module: str, cls: Any) -> Any:
     try:
         return _getattr_path(importlib.import_module(module), cls.__qualname__)
-    except Exception:
+    except Exception as error:
+        raise_of_handler(error)
         # Importing runs the user's code, which may raise anything. The class
         # then counts as not importable.
         return None

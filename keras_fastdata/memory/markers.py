@@ -7,7 +7,6 @@ no attributes.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import operator
 import struct
@@ -16,6 +15,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from keras_fastdata._call_stack import ignoring_errors
 from keras_fastdata._modules import MADE_BY_CODE, is_main, is_users
 
 Place = tuple[str, str]  # a module, and a name in it
@@ -69,7 +69,7 @@ def marker_at(module: str, name: str, kind: Any) -> Any:
     The program may have set it there: a module that has none of its class gets
     another one.
     """
-    with contextlib.suppress(Exception):  # the module cannot be imported
+    with ignoring_errors():  # the module cannot be imported
         found = operator.attrgetter(name)(importlib.import_module(module))
         if type(found) is kind:
             return found

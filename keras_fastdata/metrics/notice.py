@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from keras_fastdata._call_stack import ignoring_errors
+
 LEAST_S = 2.0  # shorter waits are not shown
 _PREPARE_S = 1.0  # when to look first at what workers have loaded
 _REFRESH_S = 0.5
@@ -54,7 +56,7 @@ class Notice:
             return
         self._next_s = now_s + _REFRESH_S
         # Nothing that concerns a notice may end a training.
-        with contextlib.suppress(Exception):
+        with ignoring_errors():
             text = describe()
             if now_s - self._began_s < LEAST_S or not self._take_place():
                 return
@@ -65,7 +67,7 @@ class Notice:
     def end(self) -> None:
         """Removes the notice."""
         if self._place is not None:
-            with contextlib.suppress(Exception):
+            with ignoring_errors():
                 self._place.clear()
             self._place = None
         if Notice._visible is self:

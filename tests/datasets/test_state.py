@@ -17,6 +17,7 @@ from places import EVERY_KIND
 from samples import Holds, Leveled, Numbered, OpensFiles, numbers
 
 from keras_fastdata import FastPyDataset
+from keras_fastdata._call_stack import ignoring_errors
 from keras_fastdata.building.worker_state import LostStateMonitor
 from keras_fastdata.engine import seen_variable
 from keras_fastdata.memory import shared_state
@@ -173,6 +174,14 @@ def test_a_mask_that_is_edited_between_epochs_reaches_workers(place):
         assert all(int(x[2]) == 2 for x, _ in dataset)
         dataset.array[-1] = np.ma.masked
         assert all(np.isnan(x[2]) for x, _ in dataset)
+
+
+def test_a_fill_value_that_is_edited_between_epochs_reaches_workers(place):
+    array = np.ma.array([1, 2], mask=[0, 1])
+    with Holds(array, lambda array, _: array.filled()[1], **place) as dataset:
+        for value in (5, 9):
+            array.fill_value = value
+            assert [int(batch) for batch in dataset] == [value] * 3
 
 
 def test_a_private_map_that_is_edited_between_epochs_reaches_workers(
@@ -790,6 +799,15 @@ def test_what_a_signal_handler_raises_amid_pickling_is_raised(
     monkeypatch.setattr(shared_state, "pickle_in_parts", limit)
     with dataset, pytest.raises(_LimitError):
         next(iter(dataset))
+
+
+def test_what_a_signal_handler_raises_is_no_error_to_ignore(limit):
+    with ignoring_errors():
+        raise ValueError
+    with pytest.raises(_LimitError), ignoring_errors():
+        limit()
+    with pytest.raises(KeyboardInterrupt), ignoring_errors():
+        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("where", ["thread", "process"])

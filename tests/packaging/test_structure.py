@@ -55,9 +55,9 @@ _ROOMS = [
     "_validation",
     "_process_role",
     "_atomic_write",
-    "_call_stack",
     "_unimported",
     "_modules",
+    "_call_stack",
     "_recent",
     "_extras",
 ]
@@ -246,6 +246,36 @@ def test_one_module_alone_looks_at_frames_of_keras_and_one_at_all_others():
         f"{_PACKAGE}._call_stack",
         f"{_PACKAGE}.keras_bridge.keras_internals",
     }
+
+
+# They end, or run in workers, or say what was raised.
+_IGNORE_ALL = ("workers/", "commands/", "__main__.py", "building/build.py")
+
+
+def test_no_code_ignores_what_a_signal_handler_raises():
+    found = {
+        f"{file}:{node.lineno}"
+        for file, tree in trees().items()
+        if not file.startswith(_IGNORE_ALL)
+        for node in ast.walk(tree)
+        if _ignores_all(node)
+    }
+    assert found == set()
+
+
+def _ignores_all(node):
+    if isinstance(node, ast.Call):
+        return ast.unparse(node) == "contextlib.suppress(Exception)"
+    if not isinstance(node, ast.ExceptHandler) or node.type is None:
+        return False
+    if ast.unparse(node.type) not in ("Exception", "BaseException"):
+        return False
+    again = (ast.Raise, ast.Call)
+    return not any(
+        isinstance(each, again)
+        and ("raise" in (text := ast.unparse(each)) or "put_aside" in text)
+        for each in ast.walk(node)
+    )
 
 
 def _private_to_keras():
