@@ -293,10 +293,19 @@ def _without_the_package(
     kept = links.pop() if links else None
     for link in reversed(links):
         if not _is_ours(link):
-            kept = types.TracebackType(
-                kept, link.tb_frame, link.tb_lasti, link.tb_lineno
-            )
+            kept = _linked(link, kept)
     return kept
+
+
+def _linked(
+    link: types.TracebackType, to: types.TracebackType | None
+) -> types.TracebackType:
+    """Returns one link of a traceback, with another one behind it.
+
+    Where Python has no line for an instruction, the line of the `def` counts.
+    """
+    line = link.tb_lineno or link.tb_frame.f_code.co_firstlineno
+    return types.TracebackType(to, link.tb_frame, link.tb_lasti, line)
 
 
 def _place_of(error: BaseException) -> str:
@@ -316,10 +325,7 @@ def _frames_of(tb: types.TracebackType | None) -> Iterator[dict[str, Any]]:
     One by one, because tblib nests a traceback as deep as it is long.
     """
     for link in _links_of(tb):
-        alone = types.TracebackType(
-            None, link.tb_frame, link.tb_lasti, link.tb_lineno
-        )
-        yield tblib.Traceback(alone).as_dict()
+        yield tblib.Traceback(_linked(link, None)).as_dict()
 
 
 # -- in the training process ---------------------------------------------------
@@ -422,9 +428,7 @@ def _traceback_of(
             link = _links_of(sys.exc_info()[2])[-1]
         assert link is not None
         # Not -1 in place of its `tb_lasti`: IPython would search for ever.
-        tb = types.TracebackType(
-            tb, link.tb_frame, link.tb_lasti, link.tb_lineno
-        )
+        tb = _linked(link, tb)
     return tb
 
 

@@ -17,6 +17,7 @@ import sys
 import textwrap
 import threading
 import traceback
+import types
 import urllib.error
 import warnings
 
@@ -24,6 +25,7 @@ import executing
 import numpy as np
 import pytest
 from places import KINDS, NO_TRAINER, in_each_trainer
+from samples import Holds
 
 from keras_fastdata import FastPyDataset, LoaderError, WorkerDiedError
 from keras_fastdata.workers import exceptions
@@ -1244,3 +1246,28 @@ def test_what_led_to_an_exception_in_several_ways_is_described_once():
     assert str(found) == "number 15"
     assert str(found.__context__) == "number 14"
     assert found.__cause__.__context__ is found.__context__
+
+
+# -- code without lines --------------------------------------------------------
+
+
+def _without_lines(function):
+    """Returns a function none of whose instructions has a line."""
+    units = len(function.__code__.co_code) // 2
+    none = [0xF8 | min(8, units - first) - 1 for first in range(0, units, 8)]
+    code = function.__code__.replace(co_linetable=bytes(none))
+    return types.FunctionType(code, {})
+
+
+@_without_lines
+def _raise_without_a_line(*_):
+    raise ValueError("no line")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exception_at_no_line_arrives_as_what_it_was(kind):
+    with Holds(0, _raise_without_a_line, **KINDS[kind]) as dataset:
+        with pytest.raises(ValueError, match="no line") as caught:
+            list(dataset)
+        names = [entry.name for entry in caught.traceback]
+        assert names[-1] == "_raise_without_a_line"
