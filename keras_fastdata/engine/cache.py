@@ -274,7 +274,8 @@ class DiskCache(_BoundedCache):
         if writer.is_to_be_compared:
             try:
                 found = self.get(index)
-            except (OSError, ValueError):
+            except (OSError, ValueError) as error:
+                raise_of_handler(error)
                 return False
             writer.end_comparison(_is_same(found, batch))
             if writer.comparison is _Comparison.PASSED:
@@ -318,6 +319,7 @@ class DiskCache(_BoundedCache):
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
+            raise_of_handler(error)
             self._close(f"the directory cannot be made ({error})")
 
     def _size(self) -> int:
@@ -342,6 +344,7 @@ class DiskCache(_BoundedCache):
                 )
             return _CachedFile.FORBIDDEN
         except (OSError, ValueError) as error:
+            raise_of_handler(error)
             _log.warning(
                 "%s is not a batch that was cached, or is damaged (%s); it is "
                 "built again.",

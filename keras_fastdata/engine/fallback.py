@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata.engine.autotune import SettingsInEffect
 from keras_fastdata.engine.hook_replay import Changes
 from keras_fastdata.engine.pool_factory import PoolFactory
@@ -41,6 +42,7 @@ class Fallback:
         try:
             return self._factory.create()
         except (LoaderError, OSError) as error:
+            raise_of_handler(error)
             if not self._adopt_without(error):
                 raise
         return self._factory.create()

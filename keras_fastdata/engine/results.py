@@ -180,6 +180,7 @@ class Results:
         try:
             batch = self.cache.get(index)
         except (OSError, ValueError) as error:
+            raise_of_handler(error)
             _log.warning(
                 "Batch %d of %s cannot be had from the cache any more (%s); "
                 "it is built again.",

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable
 from typing import Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.workers import log_forwarding
 from keras_fastdata.workers.base import (
@@ -278,6 +279,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
         try:
             self._supervisor.start_missing()
         except (LoaderError, OSError) as error:
+            raise_of_handler(error)
             self._fail_start(error)
 
     def collect(self) -> Iterable[BatchResult]:

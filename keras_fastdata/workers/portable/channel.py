@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata.memory import os_limits
 from keras_fastdata.memory.arena import HEARTBEATS_BYTES, Heartbeats
 from keras_fastdata.memory.block_arena import BlockArena
@@ -164,11 +165,8 @@ class PipeChannel(SlotChannel[PipeWorker]):
         request, interval_s = task.request, task.request.interval_s
         block = self.arena.bind(task.slot, worker.owner)
         message = messages.TASK.pack(
-            task.task_id,
-            request.epoch,
-            request.index,
-            self._version,
-            block,
+            *(task.task_id, request.epoch, request.index),
+            *(self._version, block),
             messages.NO_INTERVAL_S if interval_s is None else interval_s,
         )
         worker.assigned[task.task_id] = task
@@ -212,7 +210,8 @@ class PipeChannel(SlotChannel[PipeWorker]):
         """Reads a part of a message; yields the message if it is complete."""
         try:
             message = worker.results.receive_part()
-        except (EOFError, OSError):
+        except (EOFError, OSError) as error:
+            raise_of_handler(error)
             worker.fall_silent()
             return
         if message is not None:

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory.shared_state import write_shared_state
 from keras_fastdata.workers import environment
@@ -203,7 +204,8 @@ class ForkserverConnection:
         text = forkserver.KEEP.pack(forkserver.KEEP_KIND, _KEPT_S)
         try:
             self._socket.send(text, socket.MSG_DONTWAIT)
-        except OSError:
+        except OSError as error:
+            raise_of_handler(error)
             return False
         self.state = ForkserverState.KEPT
         return True
@@ -303,6 +305,7 @@ class ForkserverConnection:
             try:
                 socket.send_fds(self._socket, [kind], fds)
             except OSError as error:
+                raise_of_handler(error)
                 raise self._is_gone() from error
             deadline = time.monotonic() + _START_TIMEOUT_S
             while not self._answers:
