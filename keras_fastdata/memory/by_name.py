@@ -3,13 +3,16 @@
 Pickle sends such an object as "the one named `UserId` in `__main__`". In a
 worker, `__main__` is another module, which lacks the name. These are objects of
 `typing` such as `NewType`, and objects whose `__reduce__` returns their name,
-such as a marker for a missing value.
+such as a marker for a missing value. The class of an array of `ctypes` says
+that it is in the module that made it, where it has no name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copyreg
+import ctypes
+import operator
 import types
 import typing
 from typing import Any
@@ -17,6 +20,8 @@ from typing import Any
 from keras_fastdata._modules import MADE_BY_CODE, is_main
 
 Reduced = tuple[Any, ...]
+
+_ARRAY_CLASS: Any = type(ctypes.Array)
 
 
 def reduce_by_value(obj: Any) -> Any:
@@ -35,6 +40,15 @@ def reduce_by_value(obj: Any) -> Any:
         base: Any = next(b for b in kind.__mro__ if _is_of_c(b))
         values = () if base is object else (base(obj),)
         return made_by_base, (kind, base, values), obj.__getstate__()
+    return NotImplemented
+
+
+def reduce_array_class(obj: Any) -> Any:
+    """Returns the parts of a class of arrays of `ctypes`, else the same."""
+    if type(obj) is _ARRAY_CLASS and obj is not ctypes.Array:
+        item, length = obj._type_, obj._length_
+        if obj is item * length:  # the only class of this item and length
+            return operator.mul, (item, length)
     return NotImplemented
 
 

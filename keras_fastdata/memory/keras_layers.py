@@ -36,7 +36,7 @@ def is_tracked(kind: type) -> bool:
 def reduce_layer(
     keras: Any, obj: Any, can_travel: Callable[[Any], bool]
 ) -> Any:
-    """Returns the parts of a layer, a metric, or a loss of the user's class.
+    """Returns the parts of a layer, a metric or a loss.
 
     `NotImplemented` of anything else, and if its class says itself how to
     pickle it.
@@ -49,7 +49,7 @@ def reduce_layer(
     kind: Any = type(obj)
     if kind.__reduce__ is not keras.Layer.__reduce__:
         return NotImplemented
-    if isinstance(obj, keras.losses.Loss) and is_users_class(kind):
+    if isinstance(obj, keras.losses.Loss):
         make = copyreg.__newobj__  # type: ignore[attr-defined]
         return make, (kind,), vars(obj)
     if not isinstance(obj, _kinds_of(keras)):

@@ -149,7 +149,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             reduced = keras_layers.reduce_layer(keras, obj, _can_be_pickled)
             if reduced is not NotImplemented:
                 return reduced
-        reduced = super().reducer_override(obj)
+        reduced = by_name.reduce_array_class(obj)
+        if reduced is NotImplemented:
+            reduced = super().reducer_override(obj)
         if reduced is NotImplemented:
             for reduce in _OF_OBJECTS:
                 reduced = reduce(obj)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import concurrent.futures
+import ctypes
 import dataclasses
 import functools
 import gzip
@@ -868,6 +869,15 @@ def test_an_image_with_a_transparent_color_keeps_that(tmp_path):
     np.testing.assert_array_equal(
         np.asarray(there.convert("RGBA")), np.asarray(opened.convert("RGBA"))
     )
+
+
+@pytest.mark.parametrize("kind", [ctypes.c_int * 2, ctypes.c_int * 2 * 3])
+def test_an_array_of_ctypes_travels(kind):
+    array = kind()
+    ctypes.memset(array, 7, ctypes.sizeof(kind))
+    there = pickle.loads(dumps(array))
+    assert type(there) is kind
+    assert bytes(there) == bytes(array)
 
 
 class _Pair(typing.NamedTuple):
