@@ -6,6 +6,8 @@ import concurrent.futures
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -264,6 +266,37 @@ def test_an_exit_handler_that_comes_too_late_is_told_so():
         dataset._fastdata.loader._pool._shutdown.is_asked = True
         with pytest.raises(LoaderError, match="this `atexit` handler"):
             next(batches)
+
+
+@pytest.mark.long  # imports Keras once more
+def test_an_exit_handler_may_be_the_first_to_use_processes(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(LATE_SCRIPT)
+    ran = subprocess.run(
+        [sys.executable, path], capture_output=True, text=True, timeout=100
+    )
+    assert ran.stdout == "3\n"
+    assert "Traceback" not in ran.stderr, ran.stderr
+
+
+LATE_SCRIPT = """
+import atexit
+import numpy as np
+import keras_fastdata
+
+class Numbers(keras_fastdata.FastPyDataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return np.full(4, index)
+
+def read():
+    with Numbers(workers=1, use_multiprocessing=True) as dataset:
+        print(len(list(dataset)))
+
+atexit.register(read)
+"""
 
 
 @pytest.mark.parametrize("in_processes", [False, True])

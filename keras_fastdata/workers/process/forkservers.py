@@ -122,8 +122,18 @@ def close_kept() -> None:
         server.close()
 
 
+def _close_at_exit() -> None:
+    """Ends the fork servers that are kept, unless Python has no names left.
+
+    An `atexit` handler may be the first to use processes. Then this runs last,
+    and a fork server ends as it loses the connection.
+    """
+    if _forkservers_lock is not None:
+        close_kept()
+
+
 # After the datasets, whose finalizers are made later, and so run before.
-weakref.finalize(_left, close_kept)
+weakref.finalize(_left, _close_at_exit)
 
 
 def _close_left() -> None:
