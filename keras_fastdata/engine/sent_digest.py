@@ -159,17 +159,18 @@ def size_of(value: Any) -> int:
 def content_of_tensor(
     tensor: Any, checksum: Callable[[Any], Any] = checksum_of
 ) -> tuple[Any, ...]:
-    """Returns dtype, shape and a checksum of a tensor of PyTorch.
+    """Returns dtype, shape, `requires_grad` and a checksum of a tensor.
 
     In place of a checksum, a tensor that is more than numbers in memory has the
     number of the edits that PyTorch has counted.
     """
     memory = array_of(tensor.detach())
+    kind = str(tensor.dtype), tensor.requires_grad
     if memory is not None:
-        return str(tensor.dtype), checksum(memory)
+        return *kind, checksum(memory)
     is_counted = not tensor.is_inference()
     edits = tensor._version if is_counted else None  # noqa: SLF001
-    return str(tensor.dtype), tuple(tensor.shape), edits
+    return *kind, tuple(tensor.shape), edits
 
 
 def _crc32(values: Any, step: int) -> int:

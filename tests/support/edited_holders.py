@@ -98,6 +98,20 @@ def parameter():
     )
 
 
+def gradients():
+    import torch
+
+    tensors = [torch.zeros(2), torch.zeros(2)]
+
+    def edit(number):
+        for place, tensor in enumerate(tensors):
+            tensor.requires_grad_(place < number)
+
+    return Edited(
+        tensors, lambda held: sum(t.requires_grad for t in held), edit
+    )
+
+
 def array_of_a_class():
     array = np.zeros(2).view(_Array)
     return Edited(
@@ -131,5 +145,6 @@ HOLDERS = {
     "a memoryview": memory_view,
     "a default factory": default_factory,
     "a parameter of PyTorch": parameter,
+    "the gradient of a tensor": gradients,
     "an attribute of an array": array_of_a_class,
 }
