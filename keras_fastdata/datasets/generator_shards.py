@@ -119,15 +119,23 @@ class _Running:
         self._live = [_Shard(owner, key, index) for index in owner.indices]
         self._place = 0
         self._failed = False
+        self._is_used = False  # by a thread
+        self._is_iterator = owner.spec.source.is_iterator
 
     def leads_to(self, key: int, turn: int) -> bool:
-        """Returns whether the generators have not gone beyond a turn.
+        """Returns whether the generators can still have a turn.
 
         A turn is one batch, or the end marker, of one shard. Turns after the
         end also count: they are requested before the end is known. Turns that
         were cancelled are missing.
+
+        A thread that `close()` has given up waiting for may still be in a
+        generator. Then other generators can have the turn, but not the user's
+        own iterator, of which there is one.
         """
-        return key == self._key and turn >= self._turns + self._failed
+        is_free = self._is_iterator or not self._is_used
+        is_ahead = turn >= self._turns + self._failed
+        return is_free and key == self._key and is_ahead
 
     def replay(self, turns: int) -> None:
         """Discards the turns before `turns`, which a lost worker has had."""
@@ -147,8 +155,8 @@ class _Running:
             self.next(dropped=True)
 
     def close(self) -> None:
-        """Closes the generators."""
-        for shard in self._live:
+        """Closes the generators, unless another thread is in one of them."""
+        for shard in () if self._is_used else self._live:
             shard.close()
 
     def next(self, *, dropped: bool = False) -> Any:
@@ -156,11 +164,14 @@ class _Running:
         if self._failed or not self._live:
             raise EndOfData("The generators have ended.")
         self._place %= len(self._live)
+        self._is_used = True
         try:
             found = self._live[self._place].next(dropped)
         except BaseException:
             self._failed = True
             raise
+        finally:
+            self._is_used = False
         self._turns += 1
         if found[0][0] == BATCH:
             self._place += 1

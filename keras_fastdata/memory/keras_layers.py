@@ -11,10 +11,12 @@ attributes.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copyreg
 import functools
 import importlib
+import operator
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -23,6 +25,7 @@ from keras_fastdata._modules import is_users_class, is_users_code
 
 Path = tuple[Any, ...]  # of attributes, indices and keys
 
+_DICTS: tuple[Any, ...] = (collections.OrderedDict, dict)
 _LEAVES = {str, bytes, int, float, bool, type(None)}
 # Keras makes these of the containers that a layer holds.
 _TRACKED = {"TrackedList", "TrackedDict", "TrackedOrderedDict", "TrackedSet"}
@@ -268,12 +271,20 @@ def _is_container(value: Any) -> bool:
 
 
 def _mapped(change: Callable[..., Any], value: Any, *args: Any) -> Any:
-    """Returns a container with changed items."""
-    if isinstance(value, dict):
-        return {key: change(item, *args) for key, item in value.items()}
+    """Returns a container with changed items.
+
+    It is the same one if no item changes, and Keras has not made it.
+    """
+    is_dict = isinstance(value, dict)
+    items = list(value.values() if is_dict else value)
+    changed = [change(item, *args) for item in items]
+    if not is_tracked(type(value)) and all(map(operator.is_, items, changed)):
+        return value
+    if is_dict:
+        kind = next(k for k in _DICTS if isinstance(value, k))
+        return kind(zip(value, changed, strict=True))
     kind = next(k for k in (list, set, tuple) if isinstance(value, k))
-    make = getattr(value, "_make", kind)  # of a named tuple
-    return make(change(item, *args) for item in value)
+    return getattr(value, "_make", kind)(changed)  # of a named tuple
 
 
 def _has_layers_alone(value: Any) -> bool:

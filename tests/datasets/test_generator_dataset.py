@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import functools
 import itertools
 import threading
@@ -370,6 +371,31 @@ def test_its_end_closes_generators(workers, tmp_path):
     with GeneratorDataset(Closing(tmp_path / "a"), workers=workers) as dataset:
         next(iter(dataset))
     assert (tmp_path / "a").exists()
+
+
+def test_a_thread_that_close_has_given_up_does_not_stop_the_next_one():
+    is_in, gate = threading.Event(), threading.Event()
+
+    def numbers(shard_index, num_shards):
+        for number in range(shard_index, 12, num_shards):
+            if number == 2 and not is_in.is_set():
+                is_in.set()
+                assert gate.wait(60)
+            yield number
+
+    with GeneratorDataset(numbers, workers=2) as dataset:
+        shards = dataset._fastdata_plan.shards[0]
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            assert int(shards[0][1]) == 0
+            former = pool.submit(shards.__getitem__, 1)
+            assert is_in.wait(60)
+            try:
+                assert int(shards[1][1]) == 2
+                assert int(shards[2][1]) == 4
+            finally:
+                gate.set()
+            assert int(former.result(60)[1]) == 2
+        assert int(shards[3][1]) == 6
 
 
 def test_its_number_of_workers_is_told_and_stays():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import collections
 import concurrent.futures
 import ctypes
 import dataclasses
@@ -10,6 +11,7 @@ import functools
 import gzip
 import io
 import logging
+import math
 import mmap
 import os
 import pathlib
@@ -885,6 +887,11 @@ class _Pair(typing.NamedTuple):
     others: list
 
 
+class _Three(tuple):
+    def product(self):
+        return math.prod(self)
+
+
 class _Options:
     def __init__(self):
         self.level, self.rng = 1.0, np.random.default_rng(1)
@@ -905,6 +912,8 @@ def _layers():
             self.table = np.ones(1, "float32")
             self.pair = _Pair(1.0, [1.0])
             self.nested = {"a": [(1.0, {"b": 1.0})]}
+            self.order = collections.OrderedDict(a=1.0, b=1.0)
+            self.three = _Three([1.0, 1.0, 1.0])
             self.options, self.function = _Options(), float
             self.window, self.ufunc = slice(None), np.abs
             self.loss = 1.0  # models have one as well
@@ -913,6 +922,8 @@ def _layers():
         def call(self, x):
             nested = self.nested["a"][0][1]["b"]
             x = x * self.scale * self._power * float(self.gain) * nested
+            self.order.move_to_end("a")  # no dict has this
+            x = x * self.three.product()
             x = x * self.pair.first * self.pair.others[0] * self.options.level
             x = (
                 x
