@@ -385,7 +385,8 @@ class _VariableSearch:
         variables = vars(module)
         read = functools.partial(_count_among, names, variables)
         self._add(Variable(read, (), "", True))
-        for name in names & variables.keys():
+        # That function gives the names that are missing.
+        for name in (names | {"__getattr__"}) & variables.keys():
             read = functools.partial(variables.__getitem__, name)
             self._note(read, variables, name, module.__name__, (name,))
             self._module(variables.get(name), names)

@@ -30,6 +30,7 @@ import cloudpickle
 import keras
 import numpy as np
 import outside_config as conf
+import outside_getattr
 import outside_samples
 import pandas as pd
 import pytest
@@ -2587,3 +2588,23 @@ def test_a_decorator_of_wrapt_may_be_what_code_refers_to():
     with Holds(0, use, workers=0) as dataset:
         assert [int(batch) for batch in dataset] == [0, 2, 4]
     assert list(names_of(twice.__code__, None).imported) == []
+
+
+# -- a module that makes its settings ------------------------------------------
+
+
+class _ReadsSettings(FastPyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return np.full(1, outside_getattr.scale)
+
+
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_setting_that_a_module_makes_is_as_it_is_now(kind, cache):
+    with _ReadsSettings(cache=cache, **KINDS[kind]) as dataset:
+        for scale in (2, 3, 1):
+            outside_getattr.update(scale=scale)
+            assert [int(batch[0]) for batch in dataset] == [scale] * 2
