@@ -80,8 +80,12 @@ def is_users(name: Any, *, if_unknown: bool = False) -> bool:
     if top in sys.stdlib_module_names or top == "keras_fastdata":
         return False
     module = sys.modules.get(top)
-    file = getattr(module, "__file__", None)
-    folders = list(getattr(module, "__path__", ()))
+    if isinstance(module, types.ModuleType):
+        file = getattr(module, "__file__", None)
+        folders = list(getattr(module, "__path__", ()))
+    else:
+        file = None if module is None else _file_found(top)
+        folders = []
     if file and folders:
         place = os.path.dirname(file)  # TensorFlow puts Keras's before its own
     elif file or folders:
@@ -89,6 +93,13 @@ def is_users(name: Any, *, if_unknown: bool = False) -> bool:
     else:
         return if_unknown
     return not _has_installed(os.path.dirname(place))
+
+
+@functools.lru_cache(maxsize=64)
+def _file_found(name: str) -> str | None:
+    """Returns the file of a module that has put an object in its place."""
+    spec = importlib.machinery.PathFinder.find_spec(name)
+    return spec.origin if spec is not None and spec.has_location else None
 
 
 def loaded(name: str) -> Any:

@@ -382,10 +382,10 @@ class _VariableSearch:
             return
         if not is_users(module.__name__) or not self._is_new(module, names):
             return
+        self._class(type(module))  # it may be the user's, with properties
         variables = vars(module)
         read = functools.partial(_count_among, names, variables)
         self._add(Variable(read, (), "", True))
-        # That function gives the names that are missing.
         for name in (names | {"__getattr__"}) & variables.keys():
             read = functools.partial(variables.__getitem__, name)
             self._note(read, variables, name, module.__name__, (name,))
@@ -512,10 +512,21 @@ def _search_in(
 ) -> None:
     try:
         search(value, module, path)
+        for referent in _weakly_held(value):
+            search(referent, module, ())  # only for its code
     except Exception as error:
         raise_of_handler(error)
         # Objects of the user's may refuse to be looked into.
         _log.debug("State outside of a dataset:", exc_info=True)
+
+
+def _weakly_held(value: Any) -> list[Any]:
+    """Returns the objects to which a weak reference or container refers."""
+    if isinstance(value, weakref.ref):
+        return [value()]
+    if isinstance(value, _WEAK):
+        return [*value.keys(), *value.values()]
+    return []
 
 
 def _keyed_items(container: Any) -> list[tuple[Any, Any]]:

@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_origin
 
+import numpy as np
+
 from keras_fastdata._modules import is_users_class
 
 MOST_ITEMS = 1_000  # of a container whose items are variables
@@ -27,10 +29,12 @@ OPEN = (
     *(threading.Event, configparser.RawConfigParser),
 )
 CODE = (enum.Enum, type)
-_VIEWS: tuple[type, ...] = (
+_OPAQUE: tuple[type, ...] = (
     type({}.keys()),
     type({}.values()),
     type({}.items()),
+    np.ufunc,  # that of `np.frompyfunc` has a function
+    type(functools.cmp_to_key(len)),  # type: ignore[arg-type]
 )
 _NO_OWNER = (types.ModuleType, types.NoneType, type)  # of functions of C
 _KEYS = (str, bytes, int, float, type(None), *CODE)
@@ -193,8 +197,8 @@ def parts_of(value: Any) -> list[Any]:
         return [value.func]
     if isinstance(value, collections.defaultdict):
         return [value.default_factory]
-    if isinstance(value, _VIEWS):
-        # Its `mapping` is another object each time.
+    if isinstance(value, _OPAQUE):
+        # The `mapping` of a view is another object each time.
         return gc.get_referents(value)
     if isinstance(value, (functools.partial, functools.partialmethod)):
         return [value.func, *value.args, *value.keywords.values()]

@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import ctypes
+import importlib
 import operator
+import sys
 import types
 import typing
 from typing import Any
@@ -43,8 +45,16 @@ def reduce_by_value(obj: Any) -> Any:
     return NotImplemented
 
 
-def reduce_array_class(obj: Any) -> Any:
-    """Returns the parts of a class of arrays of `ctypes`, else the same."""
+def reduce_by_origin(obj: Any) -> Any:
+    """Returns where a class or a module comes from.
+
+    A class of arrays of `ctypes`, or a module to which the program has given
+    another class. Returns `NotImplemented` for all other objects.
+    """
+    if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+        name = obj.__name__
+        if sys.modules.get(name) is obj and not is_main(name):
+            return importlib.import_module, (name,)
     if type(obj) is _ARRAY_CLASS and obj is not ctypes.Array:
         item, length = obj._type_, obj._length_
         if obj is item * length:  # the only class of this item and length

@@ -149,7 +149,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             reduced = keras_layers.reduce_layer(keras, obj, _can_be_pickled)
             if reduced is not NotImplemented:
                 return reduced
-        reduced = by_name.reduce_array_class(obj)
+        reduced = by_name.reduce_by_origin(obj)
         if reduced is NotImplemented:
             reduced = super().reducer_override(obj)
         if reduced is NotImplemented:

@@ -29,9 +29,12 @@ import zoneinfo
 import cloudpickle
 import keras
 import numpy as np
+import outside_class
 import outside_config as conf
-import outside_getattr
+import outside_function
+import outside_object
 import outside_samples
+import outside_wrappers
 import pandas as pd
 import pytest
 from outside_holders import (
@@ -2590,21 +2593,59 @@ def test_a_decorator_of_wrapt_may_be_what_code_refers_to():
     assert list(names_of(twice.__code__, None).imported) == []
 
 
-# -- a module that makes its settings ------------------------------------------
+# -- settings that have no name where they are used ----------------------------
 
 
-class _ReadsSettings(FastPyDataset):
-    def __len__(self):
-        return 2
+def _of_a_function(*_):
+    return outside_function.scale
 
-    def __getitem__(self, index):
-        return np.full(1, outside_getattr.scale)
+
+def _of_a_class(*_):
+    return outside_class.scale
+
+
+def _of_an_object(*_):
+    return outside_object.scale
+
+
+def _in_a_ufunc(*_):
+    return int(outside_wrappers.ufunc(1))
+
+
+def _in_a_key(*_):
+    first, *_ = sorted([1, -1], key=outside_wrappers.key)
+    return -first
+
+
+def _in_a_weak_method(*_):
+    return outside_wrappers.method()()
+
+
+def _in_a_weak_dict(*_):
+    return outside_wrappers.values["scaling"].scale()
+
+
+_SETTERS = {
+    _of_a_function: lambda scale: outside_function.update(scale=scale),
+    _of_a_class: functools.partial(setattr, outside_class, "scale"),
+    _of_an_object: functools.partial(setattr, outside_object, "scale"),
+}
 
 
 @pytest.mark.parametrize("cache", [None, "memory"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_setting_that_a_module_makes_is_as_it_is_now(kind, cache):
-    with _ReadsSettings(cache=cache, **KINDS[kind]) as dataset:
-        for scale in (2, 3, 1):
-            outside_getattr.update(scale=scale)
-            assert [int(batch[0]) for batch in dataset] == [scale] * 2
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "read",
+    [
+        *(_of_a_function, _of_a_class, _of_an_object),
+        *(_in_a_ufunc, _in_a_key, _in_a_weak_method, _in_a_weak_dict),
+    ],
+)
+def test_a_setting_that_a_module_makes_is_as_it_is_now(read, place, cache):
+    set_scale = _SETTERS.get(read, outside_wrappers.set_scale)
+    # The dataset does not begin with what the import gives.
+    set_scale(-1)
+    with Holds(0, read, cache=cache, **EVERY_KIND[place]) as dataset:
+        for scale in (-1, 1, -1):
+            set_scale(scale)
+            assert [int(batch) for batch in dataset] == [scale] * 3
