@@ -95,6 +95,29 @@ def is_users(name: Any, *, if_unknown: bool = False) -> bool:
     return not _has_installed(os.path.dirname(place))
 
 
+def is_users_module(module: types.ModuleType) -> bool:
+    """Returns whether a module is part of the user's program.
+
+    Also if it was loaded by its path, and so is in no list of modules.
+    """
+    if sys.modules.get(module.__name__) is module:
+        return is_users(module.__name__)
+    file = vars(module).get("__file__")
+    return isinstance(file, str) and is_users_file(file)
+
+
+def modules_behind(package: types.ModuleType) -> list[types.ModuleType]:
+    """Returns the modules in which a `__getattr__` of a package may look."""
+    if "__getattr__" not in vars(package):
+        return []
+    prefix = f"{package.__name__}."
+    return [
+        module
+        for name, module in sorted(sys.modules.copy().items())
+        if name.startswith(prefix) and isinstance(module, types.ModuleType)
+    ]
+
+
 @functools.lru_cache(maxsize=64)
 def _file_found(name: str) -> str | None:
     """Returns the file of a module that has put an object in its place."""

@@ -28,10 +28,12 @@ import numpy as np
 from keras_fastdata._call_stack import ignoring_errors
 from keras_fastdata._modules import (
     imported_names,
-    is_users,
     is_users_class,
     is_users_code,
+    is_users_module,
+    modules_behind,
     names_in,
+    packages_of,
 )
 from keras_fastdata.building import seeding
 from keras_fastdata.building.attributes import (
@@ -93,7 +95,7 @@ def reachable(
         seen.add(id(part))
         if is_gone(part):
             return
-        if isinstance(part, types.ModuleType) and not is_users(part.__name__):
+        if isinstance(part, types.ModuleType) and not is_users_module(part):
             return
         if not isinstance(part, _LEAVES) and not _is_leaf(type(part)):
             step = ReachStep(name, part, before, is_out)
@@ -221,6 +223,9 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield "", value.__self__
     elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
         yield ".__self__", value.__self__
+    elif isinstance(value, weakref.ref):
+        if _is_small_users(referent := value()):
+            yield "()", referent
     elif isinstance(value, _OF_PYTHON):
         # There is no other access to everything that these keep.
         items = first_items(gc.get_referents(value))
@@ -235,6 +240,14 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
             yield f".{name}", attributes.get(name)
     for name, part in slot_values(value):
         yield f".{name}", part
+
+
+def _is_small_users(value: Any) -> bool:
+    """Returns whether an object is the user's, but no dataset and no model."""
+    if isinstance(value, types.MethodType):
+        value = value.__self__
+    kind: Any = type(value)
+    return is_users_class(kind) and _LARGE.isdisjoint(packages_of(kind))
 
 
 def _key_name(key: Any, number: int) -> str:
@@ -299,10 +312,13 @@ def _globals_of(
         part = found.get(name)
         if not isinstance(part, types.ModuleType):
             yield f"{found.get('__name__')}:{name}", part, found, name
-        elif is_users(part.__name__):
-            home = vars(part)
-            for inner in sorted(names & home.keys()):
-                yield f"{part.__name__}:{inner}", home[inner], home, inner
+        elif is_users_module(part):
+            # `__getattr__` gives the names that are missing.
+            wanted = names | {"__getattr__"}
+            for each in (part, *modules_behind(part)):
+                home = vars(each)
+                for inner in sorted(wanted & home.keys()):
+                    yield f"{each.__name__}:{inner}", home[inner], home, inner
 
 
 def may_refer(value: Any) -> bool:
@@ -338,6 +354,7 @@ _OPAQUE = {
         "asyncio",
     ),
 }
+_LARGE = {"keras", "keras_fastdata", "tensorflow", "torch"}
 _LEAF_TYPES = {
     *(str, bytes, bytearray, int, float, complex, bool),
     *(type(None), type(...), slice, range),
@@ -356,7 +373,6 @@ _LEAVES = (
     np.generic,
     np.dtype,
     memoryview,
-    weakref.ref,
     io.IOBase,
     threading.Thread,
 )

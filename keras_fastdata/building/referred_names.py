@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import gc
 import logging
 import sys
 import types
@@ -27,10 +28,11 @@ import numpy as np
 
 from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata._modules import (
-    is_users,
     is_users_class,
     is_users_code,
+    is_users_module,
     loaded,
+    modules_behind,
     names_in,
     packages_of,
 )
@@ -338,7 +340,8 @@ class _VariableSearch:
             for part in _held_by(function):
                 self.value(part)
             return
-        self._parts_of_function(function, module, path)
+        if path != own or is_by_value(home, own) or is_importable(function):
+            self._parts_of_function(function, module, path)
         attributes = function.__dict__
         self._note_size(attributes)
         for name in sorted(attributes.keys() - {"__wrapped__"}):
@@ -380,7 +383,7 @@ class _VariableSearch:
         """Collects a module's variables whose names are in `names`."""
         if not isinstance(module, types.ModuleType):
             return
-        if not is_users(module.__name__) or not self._is_new(module, names):
+        if not is_users_module(module) or not self._is_new(module, names):
             return
         self._class(type(module))  # it may be the user's, with properties
         variables = vars(module)
@@ -392,6 +395,8 @@ class _VariableSearch:
             self._module(variables.get(name), names)
         if "__getattr__" in variables:  # it may import parts of a package
             self._imports(module.__name__, names - variables.keys())
+            for part in modules_behind(module):
+                self._module(part, names)
 
     def _imports(self, module: str, parts: Iterable[str]) -> None:
         """Collects what modules use that builds or the program may import."""
@@ -422,7 +427,7 @@ class _VariableSearch:
         self._add(variable, owner, name)
         value = variable.value
         function = value.__func__ if isinstance(value, _METHODS) else value
-        if isinstance(function, types.FunctionType) and _names_functions(owner):
+        if type(function) is types.FunctionType and _names_functions(owner):
             self.assignments.name(function, name)
             self._function(function, module, path)
         # The function that names a module uses it under its names alone.
@@ -457,13 +462,23 @@ def _held_by(function: types.FunctionType) -> Iterator[Any]:
 def _first_parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yields the attributes of an object of a library, with their names.
 
-    And the items of a set, with "" as names.
+    And the items of a set, and what an object of C refers to, with "" as names.
     """
     attributes = attributes_of(value)
     for name in first_items(attributes):
         yield str(name), attributes.get(name)
-    for item in _items_of_set(value):
+    for item in (*_items_of_set(value), *_held_by_c(value)):
         yield "", item
+
+
+def _held_by_c(value: Any) -> list[Any]:
+    """Returns the functions and the user's objects in an object of C."""
+    kinds = (types.FunctionType, types.MethodType)
+    return [
+        part
+        for part in gc.get_referents(value)
+        if type(part) in kinds or is_users_class(type(part))
+    ]
 
 
 def _items_of_set(value: Any) -> list[Any]:
@@ -473,6 +488,8 @@ def _items_of_set(value: Any) -> list[Any]:
 def _may_hold_code(value: Any) -> bool:
     """Returns whether an object may hold the user's functions or objects."""
     home = str(type(value).__module__).partition(".")[0]
+    if home == "builtins" and not parts_of(value) and _held_by_c(value):
+        return True  # of C, without the name of its module
     if home not in sys.stdlib_module_names and home != "keras_fastdata":
         return True
     if isinstance(value, _BASES):  # such as an `OrderedDict`
@@ -511,17 +528,24 @@ def _search_in(
     path: Path,
 ) -> None:
     try:
+        for part in _hidden_in(value):
+            search(part, module, ())  # only for its code
         search(value, module, path)
-        for referent in _weakly_held(value):
-            search(referent, module, ())  # only for its code
     except Exception as error:
         raise_of_handler(error)
         # Objects of the user's may refuse to be looked into.
         _log.debug("State outside of a dataset:", exc_info=True)
 
 
-def _weakly_held(value: Any) -> list[Any]:
-    """Returns the objects to which a weak reference or container refers."""
+def _hidden_in(value: Any) -> list[Any]:
+    """Returns what a weak reference or container of these refers to.
+
+    And what is in an object that claims to be a function, as a decorator of
+    `wrapt` makes one.
+    """
+    is_wrapper = isinstance(value, types.FunctionType)
+    if is_wrapper and type(value) is not types.FunctionType:
+        return _held_by_c(value)
     if isinstance(value, weakref.ref):
         return [value()]
     if isinstance(value, _WEAK):

@@ -204,6 +204,8 @@ def parts_of(value: Any) -> list[Any]:
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, functools._lru_cache_wrapper):
         return [value.__wrapped__]
+    if isinstance(value, dataclasses.Field):
+        return [value.metadata]
     if (generic := get_origin(value)) is not None:  # of `Box[int]`
-        return [generic]
+        return [generic, *getattr(value, "__metadata__", ())]
     return []

@@ -1,11 +1,15 @@
 """Objects of C that keep a function, or refer to an object weakly."""
 
+import dataclasses
 import functools
+import random
+import typing
 import weakref
 
 import numpy as np
 
 scale = 1
+_rng = random.Random(3)
 
 
 def set_scale(value):
@@ -20,6 +24,15 @@ def scaled(number):
 class Scaling:
     def scale(self):
         return scale
+
+    def draw(self):
+        return _rng.random()
+
+
+@dataclasses.dataclass
+class Options:
+    size: int = dataclasses.field(default=1, metadata={"change": scaled})
+    length: typing.Annotated[int, scaled] = 1
 
 
 _held = Scaling()

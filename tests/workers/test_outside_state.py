@@ -15,6 +15,7 @@ import decimal
 import enum
 import functools
 import importlib
+import importlib.util
 import multiprocessing
 import operator
 import random
@@ -23,6 +24,7 @@ import struct
 import sys
 import threading
 import types
+import typing
 import zlib
 import zoneinfo
 
@@ -33,6 +35,7 @@ import outside_class
 import outside_config as conf
 import outside_function
 import outside_object
+import outside_package.inner
 import outside_samples
 import outside_wrappers
 import pandas as pd
@@ -2596,6 +2599,17 @@ def test_a_decorator_of_wrapt_may_be_what_code_refers_to():
 # -- settings that have no name where they are used ----------------------------
 
 
+def _loaded_by_path():
+    path = outside_package.inner.__file__
+    spec = importlib.util.spec_from_file_location("no_module", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+by_path = _loaded_by_path()
+
+
 def _of_a_function(*_):
     return outside_function.scale
 
@@ -2625,7 +2639,27 @@ def _in_a_weak_dict(*_):
     return outside_wrappers.values["scaling"].scale()
 
 
+def _of_a_package(*_):
+    return outside_package.scaled(1)
+
+
+def _of_a_path(*_):
+    return by_path.scale
+
+
+def _in_metadata(*_):
+    field, _ = dataclasses.fields(outside_wrappers.Options)
+    return field.metadata["change"](1)
+
+
+def _in_an_annotation(*_):
+    hints = typing.get_type_hints(outside_wrappers.Options, include_extras=True)
+    return hints["length"].__metadata__[0](1)
+
+
 _SETTERS = {
+    _of_a_package: functools.partial(setattr, outside_package.inner, "scale"),
+    _of_a_path: functools.partial(setattr, by_path, "scale"),
     _of_a_function: lambda scale: outside_function.update(scale=scale),
     _of_a_class: functools.partial(setattr, outside_class, "scale"),
     _of_an_object: functools.partial(setattr, outside_object, "scale"),
@@ -2638,6 +2672,7 @@ _SETTERS = {
     "read",
     [
         *(_of_a_function, _of_a_class, _of_an_object),
+        *(_of_a_package, _of_a_path, _in_metadata, _in_an_annotation),
         *(_in_a_ufunc, _in_a_key, _in_a_weak_method, _in_a_weak_dict),
     ],
 )
@@ -2649,3 +2684,28 @@ def test_a_setting_that_a_module_makes_is_as_it_is_now(read, place, cache):
         for scale in (-1, 1, -1):
             set_scale(scale)
             assert [int(batch) for batch in dataset] == [scale] * 3
+
+
+def _draw_of_a_package(*_):
+    return outside_package.draw()
+
+
+def _draw_of_a_path(*_):
+    return by_path.draw()
+
+
+def _draw_of_a_weak_reference(*_):
+    return outside_wrappers.values["scaling"].draw()
+
+
+@pytest.mark.parametrize(
+    "draw", [_draw_of_a_package, _draw_of_a_path, _draw_of_a_weak_reference]
+)
+def test_a_generator_behind_such_code_is_seeded(draw):
+    drawn = []
+    for workers in (0, 1, 2):
+        places = {"workers": workers, "use_multiprocessing": workers > 0}
+        with Holds(0, draw, seed=1, **places) as dataset:
+            drawn.append([float(batch) for batch in dataset])
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert len(set(drawn[0])) == 3
