@@ -38,6 +38,7 @@ import outside_object
 import outside_package.inner
 import outside_samples
 import outside_wrappers
+import outside_wrapt
 import pandas as pd
 import pytest
 from outside_holders import (
@@ -2657,7 +2658,12 @@ def _in_an_annotation(*_):
     return hints["length"].__metadata__[0](1)
 
 
+def _in_wrapt(*_):
+    return outside_wrapt.one()
+
+
 _SETTERS = {
+    _in_wrapt: functools.partial(setattr, outside_wrapt, "scale"),
     _of_a_package: functools.partial(setattr, outside_package.inner, "scale"),
     _of_a_path: functools.partial(setattr, by_path, "scale"),
     _of_a_function: lambda scale: outside_function.update(scale=scale),
@@ -2673,6 +2679,7 @@ _SETTERS = {
     [
         *(_of_a_function, _of_a_class, _of_an_object),
         *(_of_a_package, _of_a_path, _in_metadata, _in_an_annotation),
+        _in_wrapt,
         *(_in_a_ufunc, _in_a_key, _in_a_weak_method, _in_a_weak_dict),
     ],
 )
