@@ -488,8 +488,6 @@ def _items_of_set(value: Any) -> list[Any]:
 def _may_hold_code(value: Any) -> bool:
     """Returns whether an object may hold the user's functions or objects."""
     home = str(type(value).__module__).partition(".")[0]
-    if home == "builtins" and not parts_of(value) and _held_by_c(value):
-        return True  # of C, without the name of its module
     if home not in sys.stdlib_module_names and home != "keras_fastdata":
         return True
     if isinstance(value, _BASES):  # such as an `OrderedDict`

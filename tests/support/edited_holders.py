@@ -145,6 +145,6 @@ HOLDERS = {
     "a memoryview": memory_view,
     "a default factory": default_factory,
     "a parameter of PyTorch": parameter,
-    "the gradient of a tensor": gradients,
+    "the gradient of a PyTorch tensor": gradients,
     "an attribute of an array": array_of_a_class,
 }
