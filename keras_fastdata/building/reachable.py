@@ -224,7 +224,7 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
         yield ".__self__", value.__self__
     elif isinstance(value, weakref.ref):
-        if _is_small_users(referent := value()):
+        if _is_followed(referent := value()):
             yield "()", referent
     elif isinstance(value, _OF_PYTHON):
         # There is no other access to everything that these keep.
@@ -242,12 +242,16 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield f".{name}", part
 
 
-def _is_small_users(value: Any) -> bool:
-    """Returns whether an object is the user's, but no dataset and no model."""
-    if isinstance(value, types.MethodType):
-        value = value.__self__
-    kind: Any = type(value)
-    return is_users_class(kind) and _LARGE.isdisjoint(packages_of(kind))
+def _is_followed(referent: Any) -> bool:
+    """Returns whether the search follows a weak reference to an object.
+
+    It does if the object is the user's, but no dataset and no model: these have
+    random generators that are not for the batches.
+    """
+    if isinstance(referent, types.MethodType):
+        referent = referent.__self__
+    kind: Any = type(referent)
+    return is_users_class(kind) and _OTHERS.isdisjoint(packages_of(kind))
 
 
 def _key_name(key: Any, number: int) -> str:
@@ -354,7 +358,8 @@ _OPAQUE = {
         "asyncio",
     ),
 }
-_LARGE = {"keras", "keras_fastdata", "tensorflow", "torch"}
+# Packages of the classes to which no weak reference is followed.
+_OTHERS = {"keras", "keras_fastdata", "tensorflow", "torch"}
 _LEAF_TYPES = {
     *(str, bytes, bytearray, int, float, complex, bool),
     *(type(None), type(...), slice, range),

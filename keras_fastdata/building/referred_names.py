@@ -613,9 +613,8 @@ def _names_in(value: Any, attributes: dict[str, Any]) -> list[str]:
     """
     names = [name for name in list(attributes) if name != PRIVATE]
     kind: Any = type(value)
-    if "keras" not in packages_of(kind) or not loaded("keras"):
-        return names
-    private = keras_layers.collected_by(loaded("keras"), value)
+    keras = loaded("keras") if "keras" in packages_of(kind) else None
+    private = keras_layers.collected_by(keras, value) if keras else ()
     return [name for name in names if name not in private]
 
 

@@ -29,7 +29,8 @@ OPEN = (
     *(threading.Event, configparser.RawConfigParser),
 )
 CODE = (enum.Enum, type)
-_OPAQUE: tuple[type, ...] = (
+# Objects of C. Nothing else tells what they keep.
+_OF_C: tuple[type, ...] = (
     type({}.keys()),
     type({}.values()),
     type({}.items()),
@@ -197,7 +198,7 @@ def parts_of(value: Any) -> list[Any]:
         return [value.func]
     if isinstance(value, collections.defaultdict):
         return [value.default_factory]
-    if isinstance(value, _OPAQUE):
+    if isinstance(value, _OF_C):
         # The `mapping` of a view is another object each time.
         return gc.get_referents(value)
     if isinstance(value, (functools.partial, functools.partialmethod)):

@@ -231,11 +231,11 @@ def _data_in(
     paths: dict[int, Path],
     can_travel: Callable[[Any], bool],
 ) -> Iterator[tuple[str, Any]]:
-    """Yields the attributes that are, or have in them, more than layers."""
+    """Yields the attributes that can travel, with marks in place of layers."""
     for name, value in _attributes_of(keras, layer):
         with contextlib.suppress(_KerasError):
             found = _without_layers(value, keras, paths)
-            if not _has_layers_alone(found) and can_travel(found):
+            if can_travel(found):
                 yield name, found
 
 
@@ -285,13 +285,6 @@ def _mapped(change: Callable[..., Any], value: Any, *args: Any) -> Any:
         return kind(zip(value, changed, strict=True))
     kind = next(k for k in (list, set, tuple) if isinstance(value, k))
     return getattr(value, "_make", kind)(changed)  # of a named tuple
-
-
-def _has_layers_alone(value: Any) -> bool:
-    if _is_container(value):
-        items = value.values() if isinstance(value, dict) else value
-        return bool(value) and all(map(_has_layers_alone, items))
-    return isinstance(value, _PartAt)
 
 
 def _with_layers(value: Any, parts: dict[Path, Any]) -> Any:

@@ -72,14 +72,15 @@ _MAKERS: dict[type, Any] = {
 _MOST_PARTS = 5  # that come before the function which sets the state
 
 
-def reduce_whole(obj: Any, reduce: Callable[[Any], Any] | None = None) -> Any:
+def reduce_whole(reduce_map: Callable[[Any], Any], obj: Any) -> Any:
     """Returns the parts of an object that its `__reduce__` loses in part.
 
     Returns `NotImplemented` for all other objects.
 
     Args:
+        reduce_map: Used in place of the `__reduce__` of a memory map, which
+            would copy the file.
         obj: The object.
-        reduce: Used in place of its `__reduce__`.
     """
     kind: Any = type(obj)
     base = _incomplete_base(kind)
@@ -88,10 +89,10 @@ def reduce_whole(obj: Any, reduce: Callable[[Any], Any] | None = None) -> Any:
     if base is None:
         has_palette = "PIL" in packages_of(kind)
         return _reduce_image(obj) if has_palette else NotImplemented
-    if reduce is None:
-        reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    if is_map := isinstance(obj, np.memmap):
+        reduced = reduce_map(obj)
     else:
-        reduced = reduce(obj)
+        reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     parts = [*reduced, *[None] * (_MOST_PARTS - len(reduced))]
     make, args, state, items, pairs = parts
     value = _value_of(obj, base)
@@ -103,7 +104,7 @@ def reduce_whole(obj: Any, reduce: Callable[[Any], Any] | None = None) -> Any:
         make, args = made_by_base, (kind, _MAKERS.get(base, base), value)
     # Nothing of this package's classes, which values of modules may not have.
     attributes = dict(getattr(obj, "__dict__", {}))
-    if isinstance(obj, np.memmap):
+    if is_map:
         attributes.pop("_mmap", None)
     whole = (
         state if hasattr(base, "__setstate__") else None,

@@ -463,13 +463,6 @@ def _reduce_array(array: npt.NDArray[Any]) -> Reduced:
     return reduced
 
 
-def _reduce_users_map(obj: Any) -> Any:
-    """Returns the parts of a memory map of the user's class."""
-    if not isinstance(obj, np.memmap):
-        return NotImplemented
-    return lossy_reductions.reduce_whole(obj, _reduce_array)
-
-
 def _map_again(
     cls: type[npt.NDArray[Any]],
     path: str,
@@ -642,8 +635,7 @@ Pickler.dispatch_table = collections.ChainMap(
 )
 # They reduce objects of certain classes, and no others.
 _OF_OBJECTS: tuple[Callable[[Any], Any], ...] = (
-    _reduce_users_map,
-    lossy_reductions.reduce_whole,
+    functools.partial(lossy_reductions.reduce_whole, _reduce_array),
     by_name.reduce_by_value,
     delegating.reduce_without_asking,
 )
