@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING or _process_role.is_worker():
     # A worker needs no Keras: it calls the user's methods and ours only.
-    _Base = object
+    from keras_fastdata._base_class import LateBase as _Base
 else:
     from keras_fastdata import keras_bridge
 

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from keras_fastdata._base_class import replace_late_base
 from keras_fastdata._call_stack import ignoring_errors
 from keras_fastdata.building.variables import Path, name_of
 from keras_fastdata.engine import framework_settings
@@ -233,6 +234,8 @@ class _Received:
         }
         with ignoring_errors():  # another version may lack it
             framework_settings.write(name, module, settings)
+            if name == "keras":
+                replace_late_base(module.utils.PyDataset)
 
     def _give(self, place: Place, value: Any, is_whole: bool = False) -> bool:
         def before_change() -> None:

@@ -54,6 +54,7 @@ _ROOMS = [
     "errors",
     "_validation",
     "_process_role",
+    "_base_class",
     "_atomic_write",
     "_unimported",
     "_modules",

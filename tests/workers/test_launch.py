@@ -171,6 +171,41 @@ def test_a_worker_whose_dataset_does_not_import_keras_does_not_either():
         assert [found for found, _ in dataset] == [[], []]
 
 
+@pytest.mark.backend
+@pytest.mark.parametrize(
+    "kind", quickly(list(EVERY_KIND), "process", "portable")
+)
+def test_a_dataset_is_a_dataset_of_keras_in_every_kind_of_workers(kind):
+    class Half(FastPyDataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return np.full((2, 1), index / 2)
+
+    class Whole(FastPyDataset):
+        def __init__(self, part, **kwargs):
+            super().__init__(**kwargs)
+            self.part = part
+
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            import keras as keras_here
+
+            model = keras_here.Sequential(
+                [keras_here.Input((1,)), keras_here.layers.Rescaling(2.0)]
+            )
+            is_known = isinstance(self.part, keras_here.utils.PyDataset)
+            return int(is_known), model.predict(self.part, verbose=0)
+
+    with Whole(Half(), **EVERY_KIND[kind]) as dataset:
+        for is_known, predicted in dataset:
+            assert is_known
+            np.testing.assert_array_equal(predicted, [[0], [0], [1], [1]])
+
+
 def test_a_worker_holds_at_most_60_mb_of_its_own():
     with Numbered(length=100, **PROCESSES) as dataset:
         list(dataset)
