@@ -24,6 +24,7 @@ from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.engine.loader import Loader
 from keras_fastdata.engine.settings import Settings
+from keras_fastdata.engine.sharding import has_random_access
 from keras_fastdata.errors import DatasetPicklingError
 from keras_fastdata.metrics import cost_model, formatting, ram
 from keras_fastdata.metrics import cpu as machine
@@ -171,7 +172,8 @@ def profile(
     Raises:
         TypeError: `dataset` is not a `FastPyDataset`, or `batches` or
             `seconds` is not a number.
-        ValueError: A number is out of range, or the dataset has no batches.
+        ValueError: A number is out of range, or the dataset has no batches, or
+            has a generator, as a `GeneratorDataset` has.
 
     Exceptions of the dataset's own code arrive unchanged.
 
@@ -239,6 +241,12 @@ def _check(dataset: Any, batches: Any, seconds: Any) -> None:
     if not 0 < seconds < math.inf:
         raise ValueError(
             f"`seconds` must be more than 0, and finite. Received: {seconds!r}"
+        )
+    if not has_random_access(dataset):
+        raise ValueError(
+            "`profile` needs batches that can be built in any order, and "
+            f"{type(dataset).__name__} has a generator. Train with the "
+            "callback `LoaderHealth()`: its report says which workers suit."
         )
     if interface.length_of(dataset) == 0:
         raise ValueError(f"{type(dataset).__name__} has no batches.")

@@ -20,7 +20,7 @@ import profile_samples as samples
 import pytest
 from samples import Numbered
 
-from keras_fastdata import FastPyDataset, profile
+from keras_fastdata import FastPyDataset, GeneratorDataset, profile
 from keras_fastdata.__main__ import main
 from keras_fastdata.profiling import Profile, _settings
 
@@ -299,6 +299,12 @@ def test_numbers_out_of_range_are_errors(arguments, error):
 def test_a_dataset_without_batches_is_an_error():
     with pytest.raises(ValueError, match="Empty has no batches"):
         profile(samples.Empty())
+
+
+def test_a_dataset_of_a_generator_is_an_error():
+    dataset = GeneratorDataset(lambda: iter([(1, 2)]), batch_size=1)
+    with pytest.raises(ValueError, match=r"GeneratorDataset has a generator"):
+        profile(dataset)
 
 
 # -- the command -------------------------------------------------------------
