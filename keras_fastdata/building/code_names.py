@@ -35,6 +35,10 @@ _EDITING = {
     "symmetric_difference_update",
 }
 
+_LOADING = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR")
+# What gives all variables of a module.
+_ALL = {"__dict__", "attrgetter", "globals", "modules", "vars"}
+
 # First parameters of methods. A function may have another first parameter.
 _SELVES = ("self", "s", "this", "me")
 
@@ -121,7 +125,8 @@ def modules_passed_on(
 ) -> Iterator[types.ModuleType]:
     """Yields the user's modules that code may give to other code.
 
-    The other code then reads variables there that this code does not name.
+    The other code then reads variables there that this code does not name. So
+    does the function `getattr`; and `globals()` gives the code's own module.
 
     Args:
         code: The code, with code objects nested inside it.
@@ -140,10 +145,43 @@ def modules_passed_on(
                 if id(vars(module)) not in seen:
                     seen.add(id(vars(module)))
                     waiting.append(vars(module))
-    for name in imported_names(code, variables.get("__package__")):
+    imported = imported_names(code, variables.get("__package__"))
+    is_own = "globals" in names or {"sys", "modules"} <= names
+    own = (str(variables.get("__name__")),) if is_own else ()
+    for name in (*own, *imported):
         module = sys.modules.get(name)
         if isinstance(module, types.ModuleType) and is_users(name):
             yield module
+
+
+@functools.lru_cache(maxsize=4096)
+def computes_names(code: types.CodeType) -> bool:
+    """Returns whether code finds a variable by a text that it may compute.
+
+    So does `getattr(module, name)`, but not `getattr(module, "name")`.
+    """
+    return any(
+        not _ALL.isdisjoint(part.co_names)
+        or ("getattr" in part.co_names and _computes_attribute(part))
+        for part in nested_code(code)
+    )
+
+
+def _computes_attribute(code: types.CodeType) -> bool:
+    """Returns whether `getattr` gets a name that may be no constant."""
+    depth = 0  # of Python's stack
+    pending: list[int] = []  # the depths at which `getattr` is
+    latest: dict[int, str] = {}  # which instruction led to a depth
+    for step in instructions(code):
+        is_call = step.opname == ("PRECALL" if _HAS_PRECALL else "CALL")
+        if is_call and pending and pending[-1] == depth - (step.arg or 0):
+            if latest.get(pending.pop() + 2) != "LOAD_CONST":
+                return True
+        depth += dis.stack_effect(step.opcode, step.arg, jump=False)
+        latest[depth] = step.opname
+        if step.argval == "getattr" and step.opname in _LOADING:
+            pending.append(depth)
+    return bool(pending)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -153,8 +191,11 @@ def _names_passed_on(code: types.CodeType) -> frozenset[str]:
         step.argval
         for part in nested_code(code)
         for step, after in itertools.pairwise(instructions(part))
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR")
-        and after.opname not in ("LOAD_ATTR", "LOAD_METHOD")
+        if step.opname in _LOADING
+        and (
+            after.opname not in ("LOAD_ATTR", "LOAD_METHOD")
+            or after.argval == "__dict__"
+        )
     )
 
 

@@ -51,7 +51,11 @@ from keras_fastdata.building.attributes import (
     slots_of,
 )
 from keras_fastdata.building.cached_functions import calls_of, runs_of
-from keras_fastdata.building.code_names import modules_passed_on, names_of
+from keras_fastdata.building.code_names import (
+    computes_names,
+    modules_passed_on,
+    names_of,
+)
 from keras_fastdata.building.process_variables import ProcessVariables
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.building.variables import (
@@ -153,6 +157,7 @@ class _VariableSearch:
         self._modules: list[types.ModuleType] = []  # held as objects
         self._imported: set[str] = set()  # modules that are not imported yet
         self._names: frozenset[str] = frozenset()  # all that the code uses
+        self._is_computed = False  # whether the code may use any other name
         self._objects: collections.deque[_Waiting] = collections.deque()
         self._containers: collections.deque[_Waiting] = collections.deque()
 
@@ -169,7 +174,8 @@ class _VariableSearch:
             if not self._objects:
                 # Any code may use these under a name of its own.
                 for held in self._modules:  # grows meanwhile
-                    self._module(held, self._names)
+                    names = _own_names_of(held) if self._is_computed else ()
+                    self._module(held, self._names.union(names))
 
     def found(self) -> Iterator[Variable]:
         """Yields what was found, with what is known of assignments."""
@@ -350,6 +356,7 @@ class _VariableSearch:
         code, package = function.__code__, variables.get("__package__")
         names, every = names_of(code, package), names_in(code)
         self._names |= every
+        self._is_computed |= computes_names(code)
         self.assignments.note(function, names, self._kind)
         for read_there in self._process.of(code, variables):
             self._add(read_there)
@@ -651,6 +658,13 @@ def _count_of(names: Mapping[str, Any]) -> int:
 def _count_among(names: frozenset[str], variables: dict[str, Any]) -> int:
     """Returns how many of the names a module has, to show additions."""
     return len(names & variables.keys())
+
+
+def _own_names_of(module: types.ModuleType) -> Iterator[str]:
+    """Yields the names of a module's variables, but not of other modules."""
+    for name, value in list(vars(module).items()):
+        if not (_is_pythons(name, value) or type(value) is types.ModuleType):
+            yield name
 
 
 def _is_pythons(name: str, value: Any) -> bool:

@@ -9,6 +9,7 @@ import contextlib
 import csv
 import dataclasses
 import gc
+import importlib.machinery
 import multiprocessing
 import os
 import signal
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from keras_fastdata._modules import current_folder, import_folders
+from keras_fastdata._modules import current_folder, import_folders, spec_of
 from keras_fastdata.workers import exceptions, log_forwarding, stack_dump
 
 # What a whole job, or a terminal, is sent. It is for the trainer to answer;
@@ -49,6 +50,9 @@ class Surroundings:
         umask: File mode creation mask.
         authkey: The key with which processes of `multiprocessing` know one
             another, as of a `Manager`.
+        limits: Python's limits of recursion and of a field in a CSV file.
+        script: The module's name and the file of `__main__`, or `None`.
+            `multiprocessing` imports it where a build starts a process.
     """
 
     environ: tuple[tuple[str, str], ...]
@@ -58,6 +62,7 @@ class Surroundings:
     umask: int
     authkey: bytes = dataclasses.field(repr=False)
     limits: tuple[int, int]
+    script: tuple[str | None, str | None]
 
     @staticmethod
     def of_this_process(environ: Mapping[str, str]) -> Surroundings:
@@ -70,6 +75,7 @@ class Surroundings:
             _umask(),
             bytes(multiprocessing.current_process().authkey),
             (sys.getrecursionlimit(), csv.field_size_limit()),
+            _script(),
         )
 
     def apply(self) -> None:
@@ -93,6 +99,7 @@ class Surroundings:
         recursion, field_size = self.limits
         sys.setrecursionlimit(recursion)
         csv.field_size_limit(field_size)
+        _show_script(*self.script)
 
 
 _applied: Surroundings | None = None  # to this process, or to its fork server
@@ -179,6 +186,23 @@ def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+
+
+def _script() -> tuple[str | None, str | None]:
+    main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None)
+    if isinstance(file, str):
+        file = os.path.join(current_folder(), file)
+    return getattr(spec_of(main), "name", None), file
+
+
+def _show_script(name: str | None, file: str | None) -> None:
+    """Has processes of `multiprocessing` import the script of the trainer."""
+    main: Any = sys.modules["__main__"]
+    if name is not None:
+        main.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    if file is not None:
+        main.__file__ = file
 
 
 def _umask() -> int:

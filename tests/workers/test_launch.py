@@ -114,6 +114,43 @@ def test_python_trains_with_a_script_without_a_main_guard(method, tmp_path):
     assert _run([_script(tmp_path, method)]) == "main runs\ntrained 2\n"
 
 
+POOL_SCRIPT = """
+import multiprocessing
+import numpy as np
+from keras_fastdata import FastPyDataset
+
+def square(number):
+    return number ** 2
+
+class Squares(FastPyDataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        with multiprocessing.get_context(POOL).Pool(1) as pool:
+            return np.array(pool.map(square, [index, index + 1]))
+
+if __name__ == "__main__":
+    with Squares(workers=1, use_multiprocessing=True,
+                 start_method=METHOD) as dataset:
+        print([batch.tolist() for batch in dataset])
+"""
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+@pytest.mark.parametrize("pool", ["spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method", quickly(["forkserver", "spawn", "portable"], "forkserver")
+)
+def test_a_build_may_start_a_pool_with_a_function_of_the_script(
+    method, pool, is_module, tmp_path
+):
+    script = POOL_SCRIPT.replace("METHOD", repr(method))
+    file = tmp_path / "squares.py"
+    file.write_text(script.replace("POOL", repr(pool)))
+    started = ["-m", "squares"] if is_module else [file.name]
+    assert _run(started, cwd=tmp_path) == "[[0, 1], [1, 4]]\n"
+
+
 @pytest.mark.long
 def test_standard_input_trains():
     script = SCRIPT.replace("METHOD", "None")

@@ -37,6 +37,7 @@ import outside_function
 import outside_object
 import outside_package.inner
 import outside_samples
+import outside_text
 import outside_wrappers
 import outside_wrapt
 import pandas as pd
@@ -2662,7 +2663,38 @@ def _in_wrapt(*_):
     return outside_wrapt.one()
 
 
+def _by_getattr(*_):
+    return getattr(outside_text, "".join(("sc", "ale")))
+
+
+def _by_vars(*_):
+    return vars(outside_text)["".join(("sc", "ale"))]
+
+
+def _by_dict(*_):
+    return outside_text.__dict__["".join(("sc", "ale"))]
+
+
+def _by_function(*_):
+    return getattr(outside_text, "".join(("sc", "ale", "d")))(1)
+
+
+def _of_globals(*_):
+    return outside_text.of_globals()
+
+
+def _of_modules(*_):
+    return outside_text.of_modules()
+
+
+_BY_TEXT = (
+    *(_by_getattr, _by_vars, _by_dict, _by_function),
+    *(_of_globals, _of_modules),
+)
 _SETTERS = {
+    **dict.fromkeys(
+        _BY_TEXT, functools.partial(setattr, outside_text, "scale")
+    ),
     _in_wrapt: functools.partial(setattr, outside_wrapt, "scale"),
     _of_a_package: functools.partial(setattr, outside_package.inner, "scale"),
     _of_a_path: functools.partial(setattr, by_path, "scale"),
@@ -2679,7 +2711,7 @@ _SETTERS = {
     [
         *(_of_a_function, _of_a_class, _of_an_object),
         *(_of_a_package, _of_a_path, _in_metadata, _in_an_annotation),
-        _in_wrapt,
+        *(_in_wrapt, *_BY_TEXT),
         *(_in_a_ufunc, _in_a_key, _in_a_weak_method, _in_a_weak_dict),
     ],
 )
@@ -2705,8 +2737,20 @@ def _draw_of_a_weak_reference(*_):
     return outside_wrappers.values["scaling"].draw()
 
 
+def _draw_by_dict(*_):
+    return outside_text.__dict__["".join("rng")].random()
+
+
+def _draw_of_globals(*_):
+    return outside_text.draw_of_globals()
+
+
 @pytest.mark.parametrize(
-    "draw", [_draw_of_a_package, _draw_of_a_path, _draw_of_a_weak_reference]
+    "draw",
+    [
+        *(_draw_of_a_package, _draw_of_a_path, _draw_of_a_weak_reference),
+        *(_draw_by_dict, _draw_of_globals),
+    ],
 )
 def test_a_generator_behind_such_code_is_seeded(draw):
     drawn = []

@@ -1,0 +1,24 @@
+"""A module whose variables are found by texts that code computes."""
+
+import random
+import sys
+
+scale = 1
+rng = random.Random(3)
+_parts = ("sc", "ale")
+
+
+def scaled(number):
+    return number * scale
+
+
+def of_globals():
+    return globals()["".join(_parts)]
+
+
+def of_modules():
+    return getattr(sys.modules[__name__], "".join(_parts))
+
+
+def draw_of_globals():
+    return globals()["".join("rng")].random()
