@@ -174,8 +174,10 @@ def _computes_attribute(code: types.CodeType) -> bool:
     latest: dict[int, str] = {}  # which instruction led to a depth
     for step in instructions(code):
         is_call = step.opname == ("PRECALL" if _HAS_PRECALL else "CALL")
-        if is_call and pending and pending[-1] == depth - (step.arg or 0):
-            if latest.get(pending.pop() + 2) != "LOAD_CONST":
+        start = depth - (step.arg or 0)
+        if is_call and pending and pending[-1] == start:
+            pending.pop()
+            if latest.get(start + 2) != "LOAD_CONST":
                 return True
         depth += dis.stack_effect(step.opcode, step.arg, jump=False)
         latest[depth] = step.opname

@@ -56,6 +56,7 @@ from keras_fastdata.building.code_names import (
     modules_passed_on,
     names_of,
 )
+from keras_fastdata.building.library_names import set_in_library
 from keras_fastdata.building.process_variables import ProcessVariables
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.building.variables import (
@@ -142,6 +143,30 @@ class _Waiting(NamedTuple):
     kind: type | None  # the class whose code has led there
 
 
+class _HeldModules:
+    """The modules that code may ask for variables under names of its own.
+
+    Attributes:
+        modules: Those that objects hold, and that code gives to other code.
+    """
+
+    def __init__(self) -> None:
+        self.modules: list[types.ModuleType] = []
+        self._names: frozenset[str] = frozenset()  # all that the code uses
+        self._is_computed = False  # whether the code may use any other name
+
+    def note(self, code: types.CodeType, variables: dict[str, Any]) -> None:
+        """Notes code, with its global variables."""
+        self._names |= names_in(code)
+        self._is_computed |= computes_names(code)
+        self.modules += modules_passed_on(code, variables)
+
+    def names_in(self, module: types.ModuleType) -> frozenset[str]:
+        """Returns the names that the code may use in a module."""
+        is_all = self._is_computed and is_users_module(module)
+        return self._names.union(_own_names_of(module) if is_all else ())
+
+
 class _VariableSearch:
     """Collects the variables that code refers to directly or indirectly."""
 
@@ -154,10 +179,8 @@ class _VariableSearch:
         self._seen: dict[Any, Any] = {}  # by id; keeps the values alive
         self._others_of: collections.Counter[type] = collections.Counter()
         self._places: set[tuple[int, Path]] = set()
-        self._modules: list[types.ModuleType] = []  # held as objects
+        self._held = _HeldModules()
         self._imported: set[str] = set()  # modules that are not imported yet
-        self._names: frozenset[str] = frozenset()  # all that the code uses
-        self._is_computed = False  # whether the code may use any other name
         self._objects: collections.deque[_Waiting] = collections.deque()
         self._containers: collections.deque[_Waiting] = collections.deque()
 
@@ -172,10 +195,8 @@ class _VariableSearch:
             search = self._items if is_items else self._object
             _search_in(search, value, module, path)
             if not self._objects:
-                # Any code may use these under a name of its own.
-                for held in self._modules:  # grows meanwhile
-                    names = _own_names_of(held) if self._is_computed else ()
-                    self._module(held, self._names.union(names))
+                for held in self._held.modules:  # grows meanwhile
+                    self._module(held, self._held.names_in(held))
 
     def found(self) -> Iterator[Variable]:
         """Yields what was found, with what is known of assignments."""
@@ -198,7 +219,7 @@ class _VariableSearch:
         elif isinstance(value, _LEAVES) and not _has_users_attributes(value):
             return
         elif isinstance(value, types.ModuleType):
-            self._modules.append(value)
+            self._held.modules.append(value)
         elif isinstance(value, types.FunctionType):
             self.assignments.name(value, last_name(path))
             self._function(value, module, path)
@@ -355,8 +376,7 @@ class _VariableSearch:
             self._note(read, function, name, module, (*path, name))
         code, package = function.__code__, variables.get("__package__")
         names, every = names_of(code, package), names_in(code)
-        self._names |= every
-        self._is_computed |= computes_names(code)
+        self._held.note(code, variables)
         self.assignments.note(function, names, self._kind)
         for read_there in self._process.of(code, variables):
             self._add(read_there)
@@ -364,7 +384,6 @@ class _VariableSearch:
             read = functools.partial(variables.__getitem__, name)
             self._note(read, variables, name, home, (name,))
             self._module(variables.get(name), every)
-        self._modules += modules_passed_on(code, variables)
         for name, parts in names.imported:
             self._module(sys.modules.get(name), every)
             self._imports(name, parts)
@@ -390,7 +409,12 @@ class _VariableSearch:
         """Collects a module's variables whose names are in `names`."""
         if not isinstance(module, types.ModuleType):
             return
-        if not is_users_module(module) or not self._is_new(module, names):
+        if not self._is_new(module, names):
+            return
+        if not is_users_module(module):
+            for part, name in set_in_library(module, names):
+                read = functools.partial(vars(part).__getitem__, name)
+                self._note(read, vars(part), name, part.__name__, (name,))
             return
         self._class(type(module))  # it may be the user's, with properties
         variables = vars(module)

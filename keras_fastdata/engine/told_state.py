@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from keras_fastdata._base_class import replace_late_base
 from keras_fastdata._call_stack import ignoring_errors
 from keras_fastdata.building.variables import Path, name_of
-from keras_fastdata.engine import framework_settings
+from keras_fastdata.engine import framework_settings, process_settings
 from keras_fastdata.engine.framework_settings import SettingsByModule
 from keras_fastdata.engine.giving import give, is_of_kind, separate
 from keras_fastdata.engine.module_sources import (
@@ -77,7 +77,9 @@ class Told:
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = (getattr(self, each.name) for each in dataclasses.fields(self))
-        return _take_on, (_NeededFirst(self.sources, self.scripts), *fields)
+        is_local = "os" in self.settings
+        first = _NeededFirst(self.sources, self.scripts, is_local)
+        return _take_on, (first, *fields)
 
 
 class _NeededFirst(NamedTuple):
@@ -88,13 +90,16 @@ class _NeededFirst(NamedTuple):
 
     sources: PackedSources
     scripts: frozenset[str]
+    is_local: bool  # whether the worker has the trainer's folder: not on Ray
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _begin, tuple(self)
 
 
-def _begin(sources: PackedSources, scripts: frozenset[str]) -> None:
-    _received.begin(sources, scripts)
+def _begin(
+    sources: PackedSources, scripts: frozenset[str], is_local: bool
+) -> None:
+    _received.begin(sources, scripts, is_local)
     if _AfterImport not in sys.meta_path:
         sys.meta_path.insert(0, _AfterImport)
 
@@ -136,6 +141,7 @@ class _Received:
         self.told = NOTHING_TOLD
         self.sources: Sources = {}
         self.scripts: frozenset[str] = frozenset()
+        self.is_local = False
         self._stage = _Stage.LOADED
         # Variables that were given a value since the latest `_complete`.
         self._given: set[Place] = set()
@@ -148,9 +154,12 @@ class _Received:
         self._imported: list[str] = []
         self._shown = ShownValues()
 
-    def begin(self, sources: PackedSources, scripts: frozenset[str]) -> None:
+    def begin(
+        self, sources: PackedSources, scripts: frozenset[str], is_local: bool
+    ) -> None:
         """Notes what the imports need that follow."""
         self.sources, self.scripts = sources.sources, scripts
+        self.is_local = is_local
         self._stage = _Stage.LOADING
 
     def take_on(self, told: Told) -> None:
@@ -179,9 +188,14 @@ class _Received:
             # The program has not changed a module that is half imported.
             if all(module != other for other, _ in self._importing):
                 self._show(module, seen)
+        keeping: contextlib.AbstractContextManager[None]
+        keeping = contextlib.nullcontext()
+        if source is not None and not self._importing:
+            keeping = process_settings.kept(is_local=self.is_local)
         self._importing.append((name, seen))
         try:
-            yield
+            with keeping:
+                yield
         finally:
             self._importing.remove((name, seen))  # threads may import, too
             self._imported.append(name)
@@ -326,7 +340,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             return None
         source = sources.get(name)
         folder = ""
-        if source is not None and "os" in told.settings:  # not on Ray
+        if source is not None and _received.is_local:
             folder = source.folder
         around = _received.around_import
         loader = functools.partial(ToldLoader, folder=folder, around=around)

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib
 import importlib.machinery
+import json
 import os
 import pathlib
 import resource
@@ -24,7 +25,7 @@ import keras
 import numpy as np
 import psutil
 import pytest
-from places import PLACES, everywhere, quickly
+from places import EVERY_KIND, PLACES, everywhere, quickly
 from samples import Numbered, numbers
 from trainers import Trainer
 
@@ -965,3 +966,83 @@ def test_an_import_at_any_moment_breaks_no_epoch(place, monkeypatch):
             gc.callbacks.remove(import_one)
     assert names
     assert found == [*range(10)]
+
+
+# -- settings that a module has made before the program made others ------------
+
+_SETTINGS_MODULE = """
+import csv
+import os
+import sys
+
+import numpy as np
+import PIL.Image
+from keras_fastdata import FastPyDataset
+
+os.environ["AT_IMPORT"] = "module"
+os.environ["ONLY_AT_IMPORT"] = "module"
+os.chdir(os.path.dirname(__file__))
+sys.argv.append("module")
+csv.field_size_limit(1000)
+np.seterr(over="raise")
+PIL.Image.MAX_IMAGE_PIXELS = 100
+
+
+def settings():
+    return [
+        os.environ["AT_IMPORT"],
+        os.environ.get("ONLY_AT_IMPORT"),
+        os.path.basename(os.getcwd()),
+        sys.argv[1:],
+        csv.field_size_limit(),
+        np.geterr()["over"],
+        PIL.Image.MAX_IMAGE_PIXELS,
+    ]
+
+
+class Settings(FastPyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return repr(settings())
+"""
+_SETTINGS_SCRIPT = """
+import json
+import sys
+
+import settings_module
+import csv
+import numpy as np
+import os
+import PIL.Image
+
+os.environ["AT_IMPORT"] = "program"
+del os.environ["ONLY_AT_IMPORT"]
+os.makedirs("inner", exist_ok=True)
+os.chdir("inner")
+sys.argv[1:] = ["program"]
+csv.field_size_limit(2000)
+np.seterr(over="ignore")
+PIL.Image.MAX_IMAGE_PIXELS = 200
+
+places = json.loads(PLACES)
+found = [repr(settings_module.settings())]
+for place in places:
+    with settings_module.Settings(**place) as dataset:
+        found += map(str, dataset)
+print(found[0] if len(set(found)) == 1 else found)
+"""
+
+
+def test_the_programs_settings_hold_where_a_module_made_others(
+    tmp_path, zygote
+):
+    (tmp_path / "settings_module.py").write_text(_SETTINGS_MODULE)
+    script = tmp_path / "script.py"
+    places = json.dumps([*EVERY_KIND.values()])
+    script.write_text(_SETTINGS_SCRIPT.replace("PLACES", repr(places)))
+    done = zygote.run(str(script))
+    assert done.stdout == (
+        "['program', None, 'inner', ['program'], 2000, 'ignore', 200]\n"
+    ), done.stderr
