@@ -215,34 +215,35 @@ class ThreadPool(WorkerPool):
 class _Results:
     """Holds the results of the threads until `collect` removes them.
 
-    A signal handler that ends the threads may interrupt any line here; so
-    there is no lock that it could find taken, as that of an Event.
+    A signal handler that ends the threads, or asks for batches, may interrupt
+    any line here; so there is no lock that it could find taken for ever.
     """
 
     def __init__(self) -> None:
         self._built: collections.deque[tuple[LocalResult, float]] = (
             collections.deque()
         )
-        self._arrivals: queue.SimpleQueue[None] = queue.SimpleQueue()
+        # Free once there is news. After a slow signal handler, a queue would
+        # not notice that time has run out; a lock does.
+        self._news = threading.Lock()
+        self._news.acquire()
 
     def put(self, built: LocalResult, seconds: float) -> None:
         self._built.append((built, seconds))
-        self._arrivals.put(None)
+        self.wake()
 
     def wait(self, timeout_s: float) -> None:
         """Waits until a result arrives, `wake` is called or time runs out."""
-        with contextlib.suppress(queue.Empty):
-            self._arrivals.get(timeout=timeout_s)
+        self._news.acquire(timeout=max(0.0, timeout_s))
 
     def wake(self) -> None:
         """Makes a running `wait` return at once."""
-        self._arrivals.put(None)
+        with contextlib.suppress(RuntimeError):  # it is free already
+            self._news.release()
 
     def take(self) -> list[tuple[LocalResult, float]]:
         """Removes and returns all results, each with its build time."""
-        with contextlib.suppress(queue.Empty):
-            while not self._arrivals.empty():
-                self._arrivals.get_nowait()
+        self._news.acquire(blocking=False)
         taken = []
         while self._built:
             taken.append(self._built.popleft())

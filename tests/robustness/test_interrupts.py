@@ -10,12 +10,15 @@ import signal
 import socket
 import sys
 import threading
+import time
 
+import numpy as np
 import pytest
 from places import EVERY_KIND, KINDS, quickly
 from samples import Deadly, Numbered, numbers
 from trainers import Trainer
 
+from keras_fastdata import FastPyDataset
 from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine.acknowledgements import Acknowledgements
 from keras_fastdata.engine.batch_iterator import iterate
@@ -580,3 +583,36 @@ def test_to_read_from_the_terminal_fails_in_a_worker(start_method, zygote):
     finally:
         os.close(ours)
         os.close(theirs)
+
+
+class Signalled(FastPyDataset):
+    """The first build of batch 3 sends a signal to the thread `main`."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.main = threading.get_ident()
+        self.handled = threading.Event()
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        if (self.epoch, index) == (0, 3) and not self.handled.is_set():
+            signal.pthread_kill(self.main, signal.SIGUSR1)
+            self.handled.wait()
+        return np.full(1, index)
+
+
+def test_a_signal_handler_may_use_the_dataset_that_is_waited_for(request):
+    read = []
+
+    def handler(*_):
+        dataset.handled.set()  # batch 3 arrives while the handler reads
+        read.extend(int(batch[0]) for batch in dataset)
+        time.sleep(0.3)  # longer than the interrupted wait
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGUSR1, before))
+    with Signalled(workers=2) as dataset:
+        assert [int(batch[0]) for batch in dataset] == [*range(6)]
+    assert read == [*range(6)]

@@ -469,6 +469,23 @@ def test_a_thread_that_is_stuck_ends_the_epoch_with_its_stack():
         assert message.endswith(error.stack)
 
 
+def test_a_stuck_thread_is_named_after_a_slow_signal_handler(request):
+    before = signal.signal(signal.SIGUSR1, lambda *_: time.sleep(0.3))
+    request.addfinalizer(lambda: signal.signal(signal.SIGUSR1, before))
+    main = threading.get_ident()
+    with _opened(StuckThread(workers=2)) as dataset:
+        batches = iter(dataset)
+        assert _indices([next(batches), next(batches)]) == [0, 1]
+        dataset.entered.acquire()  # the next batch never comes
+        later = threading.Timer(
+            0.2, signal.pthread_kill, (main, signal.SIGUSR1)
+        )
+        later.start()
+        with pytest.raises(BatchTimeoutError):
+            next(batches)
+        later.join()
+
+
 class StuckThreadThatAsks(StuckThread):
     """Each batch is drawn by a thread that `__getitem__` starts."""
 
