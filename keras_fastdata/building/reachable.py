@@ -19,7 +19,6 @@ import itertools
 import sys
 import threading
 import types
-import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -33,7 +32,6 @@ from keras_fastdata._modules import (
     is_users_module,
     modules_behind,
     names_in,
-    packages_of,
 )
 from keras_fastdata.building import seeding
 from keras_fastdata.building.attributes import (
@@ -44,6 +42,7 @@ from keras_fastdata.building.attributes import (
     slot_values,
 )
 from keras_fastdata.building.code_names import modules_passed_on
+from keras_fastdata.building.weak_references import is_weak, referent_of
 
 _MOST_VISITED = 20_000  # objects of the dataset, and as many outside
 _MOST_LOOKED_INTO = 100  # containers, also if they hold data alone
@@ -223,9 +222,10 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield "", value.__self__
     elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
         yield ".__self__", value.__self__
-    elif isinstance(value, weakref.ref):
-        if _is_followed(referent := value()):
+    elif is_weak(value):
+        if (referent := referent_of(value)) is not None:
             yield "()", referent
+        return
     elif isinstance(value, _OF_PYTHON):
         # There is no other access to everything that these keep.
         items = first_items(gc.get_referents(value))
@@ -240,18 +240,6 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
             yield f".{name}", attributes.get(name)
     for name, part in slot_values(value):
         yield f".{name}", part
-
-
-def _is_followed(referent: Any) -> bool:
-    """Returns whether the search follows a weak reference to an object.
-
-    It does if the object is the user's, but no dataset and no model: these have
-    random generators that are not for the batches.
-    """
-    if isinstance(referent, types.MethodType):
-        referent = referent.__self__
-    kind: Any = type(referent)
-    return is_users_class(kind) and _OTHERS.isdisjoint(packages_of(kind))
 
 
 def _key_name(key: Any, number: int) -> str:
@@ -358,8 +346,6 @@ _OPAQUE = {
         "asyncio",
     ),
 }
-# Packages of the classes to which no weak reference is followed.
-_OTHERS = {"keras", "keras_fastdata", "tensorflow", "torch"}
 _LEAF_TYPES = {
     *(str, bytes, bytearray, int, float, complex, bool),
     *(type(None), type(...), slice, range),

@@ -227,16 +227,14 @@ class _VariableSearch:
             self._class(value)
         elif type(value) in (*CONTAINERS, types.MappingProxyType):
             # One that holds nothing else is compared and sent whole.
-            has_parts = not _holds_leaves(value)
-            if has_parts and self._is_new(value, bool(path)):
+            if not _holds_leaves(value) and self._is_new(value, bool(path)):
                 self._containers.append(place)
         elif is_users_object(value):
             if self._is_new(value, bool(path)):
                 self._objects.append(place)
         elif isinstance(value, _WEAK) and path[:1] == (SELF,):
-            read = functools.partial(
-                _read, _reference(value), _attribute, "data"
-            )
+            held = _reference(value)
+            read = functools.partial(_read, held, _attribute, "data")
             self._note(read, value, "data", module, (*path, "data"))
         else:
             for number, part in enumerate(parts_of(value)):
@@ -381,8 +379,7 @@ class _VariableSearch:
         for read_there in self._process.of(code, variables):
             self._add(read_there)
         for name in names.variables:
-            read = functools.partial(variables.__getitem__, name)
-            self._note(read, variables, name, home, (name,))
+            self._global(variables, name, home)
             self._module(variables.get(name), every)
         for name, parts in names.imported:
             self._module(sys.modules.get(name), every)
@@ -407,27 +404,28 @@ class _VariableSearch:
 
     def _module(self, module: Any, names: frozenset[str]) -> None:
         """Collects a module's variables whose names are in `names`."""
-        if not isinstance(module, types.ModuleType):
-            return
-        if not self._is_new(module, names):
+        is_module = isinstance(module, types.ModuleType)
+        if not is_module or not self._is_new(module, names):
             return
         if not is_users_module(module):
             for part, name in set_in_library(module, names):
-                read = functools.partial(vars(part).__getitem__, name)
-                self._note(read, vars(part), name, part.__name__, (name,))
+                self._global(vars(part), name, part.__name__)
             return
         self._class(type(module))  # it may be the user's, with properties
         variables = vars(module)
         read = functools.partial(_count_among, names, variables)
         self._add(Variable(read, (), "", True))
         for name in (names | {"__getattr__"}) & variables.keys():
-            read = functools.partial(variables.__getitem__, name)
-            self._note(read, variables, name, module.__name__, (name,))
+            self._global(variables, name, module.__name__)
             self._module(variables.get(name), names)
         if "__getattr__" in variables:  # it may import parts of a package
             self._imports(module.__name__, names - variables.keys())
             for part in modules_behind(module):
                 self._module(part, names)
+
+    def _global(self, variables: dict[str, Any], name: str, home: str) -> None:
+        read = functools.partial(variables.__getitem__, name)
+        self._note(read, variables, name, home, (name,))
 
     def _imports(self, module: str, parts: Iterable[str]) -> None:
         """Collects what modules use that builds or the program may import."""

@@ -11,13 +11,13 @@ import functools
 import gc
 import threading
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_origin
 
 import numpy as np
 
 from keras_fastdata._modules import is_users_class
+from keras_fastdata.building.weak_references import is_weak, referent_of
 
 MOST_ITEMS = 1_000  # of a container whose items are variables
 CONTAINERS = (list, tuple, dict, collections.deque)
@@ -167,7 +167,7 @@ def is_users_object(value: Any) -> bool:
 
     Namespaces also count, whose attributes are variables as well.
     """
-    if isinstance(value, weakref.ref):
+    if is_weak(value):
         return False
     kind = type(value)
     if isinstance(value, OPEN):
@@ -185,6 +185,8 @@ def parts_of(value: Any) -> list[Any]:
 
     Of a container, these are not its items.
     """
+    if is_weak(value):
+        return [part for part in [referent_of(value)] if part is not None]
     if isinstance(value, (staticmethod, classmethod)):
         return [value.__func__]
     if isinstance(value, property):

@@ -16,6 +16,7 @@ import enum
 import functools
 import importlib
 import importlib.util
+import math
 import multiprocessing
 import operator
 import random
@@ -25,6 +26,7 @@ import sys
 import threading
 import types
 import typing
+import weakref
 import zlib
 import zoneinfo
 
@@ -1447,7 +1449,7 @@ def test_what_the_program_changes_amid_an_epoch_stays_out_of_a_directory(
 
 def test_a_setting_without_a_change_is_no_change():
     known = framework_settings.read()
-    assert {"keras", "PIL.Image", "PIL.ImageFile"} <= known.keys()
+    assert {"keras", "zoneinfo", "zoneinfoFile"} <= known.keys()
     assert list(framework_settings.changed()) == []
 
 
@@ -2760,3 +2762,65 @@ def test_a_generator_behind_such_code_is_seeded(draw):
             drawn.append([float(batch) for batch in dataset])
     assert drawn[0] == drawn[1] == drawn[2]
     assert len(set(drawn[0])) == 3
+
+
+class Referred:
+    """Can be referred to weakly."""
+
+    value = 0
+
+    def get(self):
+        return self.value
+
+
+_WEAKLY = {
+    "reference": (weakref.ref, lambda held: held().value),
+    "proxy": (weakref.proxy, lambda held: held.value),
+    "method": (
+        lambda referred: weakref.WeakMethod(referred.get),
+        lambda held: held()(),
+    ),
+    "dict": (
+        lambda referred: weakref.WeakValueDictionary(it=referred),
+        lambda held: held["it"].value,
+    ),
+}
+
+
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        *(("inline", name) for name in _WEAKLY),
+        *(("thread", name) for name in _WEAKLY),
+        ("process", "proxy"),
+    ],
+)
+def test_an_edit_of_what_a_weak_reference_refers_to_is_seen(name, place, cache):
+    refer, read = _WEAKLY[name]
+    referred = Referred()
+    use = {"use": lambda held, _: read(held), "cache": cache}
+    with Holds(refer(referred), **use, **EVERY_KIND[place]) as dataset:
+        for value in range(3):
+            referred.value = value
+            assert [int(batch) for batch in dataset] == [value] * 3
+
+
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize("place", PLACES)
+def test_what_the_program_sets_in_a_library_is_there(place, cache, monkeypatch):
+    class Mine:
+        value = 3
+
+    def use(*_):
+        mine = zoneinfo.ZoneInfoNotFoundError
+        return [math.sqrt(4.0), np.whole(2.9), mine.value]
+
+    monkeypatch.setattr(np, "whole", int, raising=False)
+    monkeypatch.setattr(math, "sqrt", lambda number: number)
+    monkeypatch.setattr(zoneinfo, "ZoneInfoNotFoundError", Mine)
+    with Holds(0, use, cache=cache, **EVERY_KIND[place]) as dataset:
+        assert [batch.tolist() for batch in dataset] == [[4, 2, 3]] * 3
+        monkeypatch.setattr(np, "whole", float)
+        monkeypatch.setattr(math, "sqrt", lambda number: -number)
+        assert [batch.tolist() for batch in dataset] == [[-4, 2.9, 3]] * 3
