@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_fastdata.building import seeding
+from keras_fastdata.building import global_rng, seeding
 from keras_fastdata.building.generator_wrappers import was_given_seed
 from keras_fastdata.building.held_generators import Search
 
@@ -60,7 +60,9 @@ def draw_seed(dataset: Any) -> int:
     given = _mixed(own_words) if own_words else 0
     if outside_words:
         given = seeding.joined(given, _mixed(outside_words))
-    return seeding.joined(_draw_own_part(), given)
+    own = _draw_own_part()
+    global_rng.note_seed_drawn()
+    return seeding.joined(own, given)
 
 
 def is_repeatable() -> bool:

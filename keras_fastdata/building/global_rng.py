@@ -68,8 +68,18 @@ def are_preserved() -> bool:
 
 
 def crossings() -> int:
-    """Returns how often threads have entered or left `preserved_globals`."""
-    return sum(turn.crossings for turn in list(_turns))
+    """Returns how often this package has used the generators.
+
+    That is how often threads have entered or left `preserved_globals`, and how
+    many seeds were drawn.
+    """
+    return sum(turn.crossings for turn in list(_turns)) + _seeds_drawn
+
+
+def note_seed_drawn() -> None:
+    """Counts a seed of a dataset that was drawn from the generators."""
+    global _seeds_drawn
+    _seeds_drawn += 1
 
 
 class _Turn:
@@ -112,6 +122,7 @@ class _Turn:
         return _call_stack.place_of(self._thread, self._outermost)
 
 
+_seeds_drawn = 0
 _turns = [_Turn()]  # each later one is nested in a holder that waits
 # Stacks at which holders were found waiting.
 _waits_at: set[_call_stack.Place] = set()

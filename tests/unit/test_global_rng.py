@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from keras_fastdata.building import (
+    drawn_seed,
     global_rng,
     mt19937,
     rng_monitor,
@@ -202,6 +203,16 @@ def test_one_draw_amid_the_builds_of_several_threads_warns_of_nothing():
     random.random()
     with pytest.warns(UserWarning, match=r"Data\.__getitem__, or other"):
         monitor.end("Data")
+
+
+def test_seeds_that_are_drawn_amid_builds_warn_of_nothing():
+    monitor = rng_monitor.GlobalRngMonitor(warns=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            monitor.begin()
+            drawn_seed.draw_seed(types.SimpleNamespace())
+            monitor.end("Data")
 
 
 @pytest.mark.parametrize("warns", [True, False])
