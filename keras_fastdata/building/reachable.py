@@ -225,7 +225,6 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     elif is_weak(value):
         if (referent := referent_of(value)) is not None:
             yield "()", referent
-        return
     elif isinstance(value, _OF_PYTHON):
         # There is no other access to everything that these keep.
         items = first_items(gc.get_referents(value))
