@@ -28,6 +28,7 @@ class GeneratorSource(NamedTuple):
     factory: Any
     is_iterator: bool = False
     takes_shards: bool = False  # `shard_index` and `num_shards`
+    names_shards: bool = False  # whether these are the parameters' names
     takes_rng: bool = False
     takes_start: bool = False
 
@@ -60,9 +61,10 @@ class GeneratorSource(NamedTuple):
         rest = parameters.values()
         needed = [p for p in rest if p.default is p.empty]
         needed = [p for p in needed if p.kind not in variable]
-        first = [p for p in rest if p.kind in positional][:2]
+        by_name = _shard_parameters(parameters, factory)
+        named = bool(by_name)
+        first = by_name or [p for p in rest if p.kind in positional][:2]
         many = any(p.kind is kinds.VAR_POSITIONAL for p in rest)
-        named = [p.name for p in first] == ["shard_index", "num_shards"]
         # Positional parameters that have defaults are for the user.
         wanted = [p.default is p.empty for p in first]
         shards = many or named or wanted == [True, True]
@@ -73,7 +75,7 @@ class GeneratorSource(NamedTuple):
                 f"`factory(shard_index, num_shards)`; it needs ({names}). "
                 "`functools.partial` fills in the others."
             )
-        return GeneratorSource(factory, False, shards, rng, start)
+        return GeneratorSource(factory, False, shards, named, rng, start)
 
     def check(self, num_shards: int, processes: bool) -> None:
         """Raises `ValueError` if the workers cannot use the source."""
@@ -151,7 +153,11 @@ class GeneratorSource(NamedTuple):
             named["rng"] = np.random.default_rng(stream)
         if self.takes_start:
             named["start"] = start
-        shard = (index, num_shards) if self.takes_shards else ()
+        shard: tuple[int, ...] = ()
+        if self.names_shards:
+            named |= {"shard_index": index, "num_shards": num_shards}
+        elif self.takes_shards:
+            shard = index, num_shards
         made = self.factory(*shard, **named)
         try:
             return iter(made)
@@ -160,6 +166,20 @@ class GeneratorSource(NamedTuple):
                 "`factory` must return a generator or another iterable. It "
                 f"returned a {type(made).__name__}."
             ) from None
+
+
+def _shard_parameters(
+    parameters: dict[str, inspect.Parameter], factory: Any
+) -> list[inspect.Parameter]:
+    """Returns the parameters with the names of both; none if one is missing."""
+    found = [
+        parameter
+        for name, parameter in parameters.items()
+        if name in ("shard_index", "num_shards")
+        and name not in getattr(factory, "keywords", {})
+        and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY
+    ]
+    return found if len(found) == 2 else []
 
 
 def _pop_parameter(parameters: dict[str, Any], name: str, factory: Any) -> bool:

@@ -202,6 +202,37 @@ def test_requests_of_a_pass_that_was_broken_off_make_no_generator(monkeypatch):
     assert made == [0, 1]
 
 
+def _reversed_names(num_shards, shard_index):
+    yield from range(shard_index, 12, num_shards)
+
+
+def _named_only(*, shard_index, num_shards):
+    yield from range(shard_index, 12, num_shards)
+
+
+def _after_another(start, shard_index, num_shards):
+    yield from range(shard_index + start * num_shards, 12, num_shards)
+
+
+def _with_other_names(part, of):
+    yield from range(part, 12, of)
+
+
+@pytest.mark.parametrize("place", ["inline", "2 processes", "4 threads"])
+@pytest.mark.parametrize(
+    "factory",
+    [
+        *(_reversed_names, _named_only, _after_another, _with_other_names),
+        functools.partial(_reversed_names),
+    ],
+)
+def test_a_factory_gets_its_shard_whatever_the_order_of_parameters(
+    factory, place
+):
+    with GeneratorDataset(factory, num_shards=4, **PLACES[place]) as dataset:
+        assert [int(item) for item in dataset] == [*range(12)]
+
+
 @everywhere
 def test_items_are_stacked(place):
     factory = functools.partial(pairs, 10)
