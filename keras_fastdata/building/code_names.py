@@ -36,6 +36,8 @@ _EDITING = {
 }
 
 _LOADING = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR")
+# Functions that ask for a variable of a module by a text.
+_ASKING = {"getattr", "hasattr"}
 # What gives all variables of a module.
 _ALL = {"__dict__", "attrgetter", "globals", "modules", "vars"}
 
@@ -162,7 +164,7 @@ def computes_names(code: types.CodeType) -> bool:
     """
     return any(
         not _ALL.isdisjoint(part.co_names)
-        or ("getattr" in part.co_names and _computes_attribute(part))
+        or (not _ASKING.isdisjoint(part.co_names) and _computes_attribute(part))
         for part in nested_code(code)
     )
 
@@ -170,7 +172,7 @@ def computes_names(code: types.CodeType) -> bool:
 def _computes_attribute(code: types.CodeType) -> bool:
     """Returns whether `getattr` gets a name that may be no constant."""
     depth = 0  # of Python's stack
-    pending: list[int] = []  # the depths at which `getattr` is
+    pending: list[int] = []  # the depths at which such a function is
     latest: dict[int, str] = {}  # which instruction led to a depth
     for step in instructions(code):
         is_call = step.opname == ("PRECALL" if _HAS_PRECALL else "CALL")
@@ -181,7 +183,7 @@ def _computes_attribute(code: types.CodeType) -> bool:
                 return True
         depth += dis.stack_effect(step.opcode, step.arg, jump=False)
         latest[depth] = step.opname
-        if step.argval == "getattr" and step.opname in _LOADING:
+        if step.argval in _ASKING and step.opname in _LOADING:
             pending.append(depth)
     return bool(pending)
 

@@ -1,4 +1,4 @@
-"""Finds what the program may have set in the modules of libraries.
+"""Finds what the program has set in the modules of libraries.
 
 A script may replace a function of a library, or add a name that older code
 needs (`np.float = float`). A worker process imports the library itself.
@@ -6,24 +6,29 @@ needs (`np.float = float`). A worker process imports the library itself.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Iterator
 from typing import Any
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata._modules import (
+    instructions,
     is_users_class,
     is_users_code,
     is_users_module,
+    nested_code,
+    spec_of,
 )
 
-# Of values that no library need have made.
-_PLAIN = (bool, int, float, str)
+_PLAIN = (bool, int, float, str, type)
+_STORING = ("STORE_NAME", "STORE_GLOBAL")
 
 
 def set_in_library(
     module: Any, names: frozenset[str]
 ) -> Iterator[tuple[types.ModuleType, str]]:
-    """Yields the variables of a library, among `names`, that may be set.
+    """Yields the variables of a library, among `names`, that are the user's.
 
     Each with its module. Modules in the module are searched as well.
     """
@@ -38,14 +43,43 @@ def set_in_library(
         for name in sorted(names & variables.keys()):
             value = variables.get(name)
             waiting.append(value)
-            if _may_be_set(value):
+            if _is_users(value) or _is_added(part, name, value):
                 yield part, name
 
 
-def _may_be_set(value: Any) -> bool:
-    """Returns whether the program may have set a variable of a library."""
+def _is_users(value: Any) -> bool:
+    """Returns whether a value is a function or a class of the user's."""
     if isinstance(value, types.FunctionType):
         return is_users_code(value.__globals__.get("__name__"))
-    if isinstance(value, type):
-        return value.__module__ == "builtins" or is_users_class(value)
-    return type(value) in _PLAIN
+    return isinstance(value, type) and is_users_class(value)
+
+
+def _is_added(module: types.ModuleType, name: str, value: Any) -> bool:
+    """Returns whether the code of a module seems not to set a variable of it.
+
+    A value that the code sets may belong to one process, such as a process id.
+    """
+    if type(value) not in _PLAIN:
+        return False
+    spec = spec_of(module)
+    known = None if spec is None else _names_set_by(spec.loader, spec.name)
+    return known is not None and name not in known
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_set_by(loader: Any, module: str) -> frozenset[str] | None:
+    """Returns the names that the code of a module sets in the module.
+
+    `None` if there is no code, as for a module in C.
+    """
+    try:
+        parts = list(nested_code(loader.get_code(module)))
+    except Exception as error:
+        raise_of_handler(error)
+        return None
+    return frozenset(
+        step.argval
+        for part in parts
+        for step in instructions(part)
+        if step.opname in _STORING
+    )

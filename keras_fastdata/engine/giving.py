@@ -57,7 +57,7 @@ def give(
         if is_lacking:
             value = _made(value)
             before_change()
-            if not fill(before, value):
+            if value is ABSENT or not fill(before, value):
                 set_part(owner, last, value)
         return True
     return False

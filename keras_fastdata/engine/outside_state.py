@@ -53,6 +53,7 @@ from keras_fastdata.engine.outside_values import FirstValues, OutsideValues
 from keras_fastdata.engine.seen_variable import SeenVariable
 from keras_fastdata.engine.sent_digest import Digest, digest_of
 from keras_fastdata.engine.telling import (
+    DeletedVariables,
     LostVariables,
     is_inside,
     is_of_process,
@@ -97,6 +98,7 @@ class OutsideState:
         self._first = FirstValues()
         self._error_state: dict[str, Any] = dict(np.geterr())
         self._lost = LostVariables()
+        self._deleted = DeletedVariables()
         # Of what is sent; `None` where the builds see all changes themselves.
         self._digest: Digest | None = None
         self._dataset: Callable[[], Any] = lambda: None
@@ -173,6 +175,7 @@ class OutsideState:
         told = Told(
             self._settings(), {}, {}, {}, self._is_strict, sources, scripts()
         )
+        self._deleted.note(seen.variable for seen in self._seen)
         self._seen = []
         is_covered = self._digest is not None and self._digest.is_whole
         left = 0 if is_covered else sent_digest.MOST_BYTES  # to read whole
@@ -187,6 +190,7 @@ class OutsideState:
                 if _FEW_BYTES < (size := sent_digest.size_of(value)) <= left:
                     left -= size
                 tell(variable, told, self._lost)
+        self._deleted.tell(told)
         has_changed = module_sources.import_changes().has
         told.changed.update(
             (module, path)

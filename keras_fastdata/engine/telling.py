@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 import types
+from collections.abc import Iterable
 from typing import Any
 
+from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata._modules import is_main, is_users_class
 from keras_fastdata.building.process_variables import ENVIRONMENT
-from keras_fastdata.building.variables import Inside, Variable
+from keras_fastdata.building.variables import (
+    ABSENT,
+    SELF,
+    Inside,
+    Path,
+    Variable,
+    last_name,
+)
 from keras_fastdata.engine.kinds import bare_kind_of, kind_of
 from keras_fastdata.engine.plain_values import CONTAINERS, MAPPINGS, is_plain
 from keras_fastdata.engine.told_code import code_form, function_form
-from keras_fastdata.engine.told_forms import NOT_TOLD, ToldForm, told_form
+from keras_fastdata.engine.told_forms import (
+    NOT_TOLD,
+    Deleted,
+    ToldForm,
+    told_form,
+)
 from keras_fastdata.engine.told_state import LOST, StateLostError, Told
+from keras_fastdata.engine.variable_parts import part_of
 
 _log = logging.getLogger("keras_fastdata")
 
@@ -45,6 +62,41 @@ class LostVariables:
             raise StateLostError(LOST % (name, variable.module))
         self._names.add(name)
         _log.warning(LOST, name, variable.module)
+
+
+class DeletedVariables:
+    """Remembers the variables that the program has deleted."""
+
+    def __init__(self) -> None:
+        self._places: set[tuple[str, Path]] = set()
+
+    def note(self, variables: Iterable[Variable]) -> None:
+        """Notes those of the former variables that are no more."""
+        self._places |= {
+            (variable.module, variable.path)
+            for variable in variables
+            if variable.value is ABSENT
+            and last_name(variable.path)
+            and variable.is_told
+            and not (variable.by_value or variable.path[:1] == (SELF,))
+        }
+
+    def tell(self, told: Told) -> None:
+        """Adds those that are still deleted to what workers are told."""
+        self._places = {place for place in self._places if _is_deleted(*place)}
+        for place in self._places:
+            _put(told.values, place, Deleted())
+
+
+def _is_deleted(module: str, path: Path) -> bool:
+    """Returns whether a variable is gone, and its owner is not."""
+    try:
+        *owners, last = path
+        owner = functools.reduce(part_of, owners, sys.modules[module])
+        return owner is not ABSENT and part_of(owner, last) is ABSENT
+    except Exception as error:
+        raise_of_handler(error)
+        return False  # the owner is gone, too
 
 
 def tell(variable: Variable, told: Told, lost: LostVariables) -> None:

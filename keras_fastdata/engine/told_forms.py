@@ -64,6 +64,17 @@ class ToldForm:
 
 
 @dataclasses.dataclass(frozen=True)
+class Deleted(ToldForm):
+    """Describes a variable that the program has deleted."""
+
+    def is_missing(self, before: Any) -> bool:
+        return before is not ABSENT
+
+    def make(self) -> Any:
+        return ABSENT
+
+
+@dataclasses.dataclass(frozen=True)
 class Named(ToldForm):
     """Describes a function or class by its name, or a module."""
 

@@ -134,7 +134,10 @@ def _unwrapped(owner: Any) -> Any:
 
 
 def set_part(owner: Any, step: Step, value: Any) -> None:
-    """Sets an item or an attribute, if it can without a setter."""
+    """Sets an item or an attribute, if it can without a setter.
+
+    Deletes an attribute if the value is `ABSENT`.
+    """
     owner = _unwrapped(owner)
     if isinstance(step, ItemKey):
         owner[step.key] = value
@@ -142,7 +145,9 @@ def set_part(owner: Any, step: Step, value: Any) -> None:
         cells_of(owner)[step.name].cell_contents = value
     elif isinstance(step, str):
         kept = getattr(owner, "__dict__", None)
-        if isinstance(kept, dict) and step in kept:
+        if value is ABSENT:
+            delattr(owner, step)
+        elif isinstance(kept, dict) and step in kept:
             kept[step] = value  # not by a setter, which may convert again
         else:
             setattr(owner, step, value)

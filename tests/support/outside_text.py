@@ -6,6 +6,15 @@ import sys
 scale = 1
 rng = random.Random(3)
 _parts = ("sc", "ale")
+LIMIT = 100
+
+
+class Options:
+    size = 1
+
+
+options = Options()
+options.size = 5
 
 
 def scaled(number):

@@ -21,6 +21,7 @@ def _code(expression):
         "getattr(getattr(config, name), 'y')(3)",
         "[getattr(config, part) for part in name]",
         "list(map(getattr, [config], name))",
+        "hasattr(config, name)",
         "vars(config)[name]",
         "config.__dict__[name]",
         "globals()[name]",
@@ -39,6 +40,7 @@ def test_code_that_computes_a_name_is_known(expression):
         "getattr(config, 'x')() if name else None",
         "[getattr(part, 'x') for part in self.parts]",
         "print(getattr(self, 'a'), getattr(self, 'b', None))",
+        "hasattr(config, 'x') and getattr(config, 'x')",
         "self.x + config.y",
     ],
 )

@@ -2824,3 +2824,25 @@ def test_what_the_program_sets_in_a_library_is_there(place, cache, monkeypatch):
         monkeypatch.setattr(np, "whole", float)
         monkeypatch.setattr(math, "sqrt", lambda number: -number)
         assert [batch.tolist() for batch in dataset] == [[-4, 2.9, 3]] * 3
+
+
+def _what_may_be_deleted(*_):
+    limit = getattr(outside_text, "LIMIT", -1)
+    return [hasattr(outside_text, "FLAG"), limit, outside_text.options.size]
+
+
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_variable_that_the_program_deletes_is_gone(place, cache, monkeypatch):
+    module = outside_text
+    monkeypatch.setattr(module, "FLAG", True, raising=False)
+    use = {"use": _what_may_be_deleted, "cache": cache}
+    with Holds(0, **use, **EVERY_KIND[place]) as dataset:
+        assert [batch.tolist() for batch in dataset] == [[1, 100, 5]] * 3
+        monkeypatch.delattr(module, "FLAG")
+        monkeypatch.delattr(module, "LIMIT")
+        monkeypatch.delattr(module.options, "size")
+        for _ in range(2):
+            assert [batch.tolist() for batch in dataset] == [[0, -1, 1]] * 3
+        monkeypatch.setattr(module, "LIMIT", 3, raising=False)
+        assert [batch.tolist() for batch in dataset] == [[0, 3, 1]] * 3
