@@ -154,17 +154,30 @@ class _HeldModules:
         self.modules: list[types.ModuleType] = []
         self._names: frozenset[str] = frozenset()  # all that the code uses
         self._is_computed = False  # whether the code may use any other name
+        self._searched: Any = None  # what there was at the latest search
 
     def note(self, code: types.CodeType, variables: dict[str, Any]) -> None:
         """Notes code, with its global variables."""
-        self._names |= names_in(code)
+        if not names_in(code) <= self._names:
+            self._names |= names_in(code)
         self._is_computed |= computes_names(code)
         self.modules += modules_passed_on(code, variables)
 
-    def names_in(self, module: types.ModuleType) -> frozenset[str]:
-        """Returns the names that the code may use in a module."""
-        is_all = self._is_computed and is_users_module(module)
-        return self._names.union(_own_names_of(module) if is_all else ())
+    def unsearched(self) -> list[tuple[types.ModuleType, frozenset[str]]]:
+        """Returns the modules, and the names that the code may use there.
+
+        None if nothing was added since the latest call.
+        """
+        now = id(self._names), self._is_computed, len(self.modules)
+        if now == self._searched:
+            return []
+        self._searched = now
+        return [
+            (module, self._names.union(_own_names_of(module)))
+            if self._is_computed and is_users_module(module)
+            else (module, self._names)
+            for module in dict.fromkeys(self.modules)
+        ]
 
 
 class _VariableSearch:
@@ -194,9 +207,9 @@ class _VariableSearch:
                 path = ()
             search = self._items if is_items else self._object
             _search_in(search, value, module, path)
-            if not self._objects:
-                for held in self._held.modules:  # grows meanwhile
-                    self._module(held, self._held.names_in(held))
+            while not self._objects and (found := self._held.unsearched()):
+                for held, names in found:
+                    self._module(held, names)
 
     def found(self) -> Iterator[Variable]:
         """Yields what was found, with what is known of assignments."""

@@ -5,8 +5,10 @@ Where a library can split its iterable among workers, a pass is over one part.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import threading
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +17,6 @@ from keras_fastdata.datasets.columns import tidied
 from keras_fastdata.engine.pool_handle import ForkSafeLock
 from keras_fastdata.sources.tables import is_a
 
-_torch_turn = threading.Lock()  # torch has one worker info in each process
 _turn = ForkSafeLock()  # of the threads that have parts of a dataset
 
 
@@ -100,19 +101,15 @@ class _OfTorch(Passes):
         return map(tidied, self._part(_WorkerInfo(index, count, key, self)))
 
     def _part(self, info: _WorkerInfo) -> Iterator[Any]:
-        worker: Any = importlib.import_module("torch.utils.data._utils.worker")
         iterator = None
         while True:
-            with _torch_turn:
-                before, worker._worker_info = worker._worker_info, info
+            with _worker_info.shown(info):
                 try:
                     if iterator is None:
                         iterator = iter(self.iterable)
                     item = next(iterator)
                 except StopIteration:
                     return
-                finally:
-                    worker._worker_info = before
             if not info.was_asked:
                 raise ValueError(
                     f"The {type(self.iterable).__name__} does not ask "
@@ -142,6 +139,47 @@ class _WorkerInfo:
         """The number of the part, from 0."""
         self.was_asked = True
         return self._index
+
+
+class _WorkerInfoOfThread:
+    """Shows torch the `_WorkerInfo` of the calling thread.
+
+    torch has one for the process. So this object takes its place while a pass
+    makes an item. A thread without a pass has all items, or what torch had.
+    """
+
+    def __init__(self) -> None:
+        self._turn = ForkSafeLock()
+        self._count = 0  # of passes that make an item now
+        self._before: Any = None
+        self._local = threading.local()
+
+    @contextlib.contextmanager
+    def shown(self, info: _WorkerInfo) -> Iterator[None]:
+        """Shows `info` to the calling thread."""
+        worker: Any = importlib.import_module("torch.utils.data._utils.worker")
+        outer = getattr(self._local, "info", None)
+        with self._turn.own():
+            if not self._count:
+                self._before, worker._worker_info = worker._worker_info, self
+            self._count += 1
+        self._local.info = info
+        try:
+            yield
+        finally:
+            self._local.info = outer
+            with self._turn.own():
+                self._count -= 1
+                if not self._count:
+                    worker._worker_info = self._before
+
+    def __getattr__(self, name: str) -> Any:
+        info = getattr(self._local, "info", None) or self._before or _ALONE
+        return getattr(info, name)
+
+
+_worker_info = _WorkerInfoOfThread()
+_ALONE = types.SimpleNamespace(id=0, num_workers=1, seed=0, dataset=None)
 
 
 class _OfTensorFlow(Passes):

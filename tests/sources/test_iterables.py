@@ -155,6 +155,35 @@ def test_torchs_iterable_that_does_not_ask_for_its_part_is_refused():
         list(dataset)
 
 
+def test_a_stream_of_torch_that_waits_for_data_stops_no_other_one():
+    torch = pytest.importorskip("torch")
+    waits, gate = threading.Event(), threading.Event()
+
+    class Live(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            info = torch.utils.data.get_worker_info()
+            yield info.id
+            waits.set()
+            assert gate.wait(60)
+            yield info.id + info.num_workers
+
+    two = {"num_shards": 2, "workers": 2}
+    with (
+        GeneratorDataset(Live(), **two) as live,
+        GeneratorDataset(split_by_torch(), **two) as other,
+    ):
+        items = iter(live)
+        try:
+            assert int(next(items)) == 0
+            assert waits.wait(60)
+            assert [int(item) for item in other] == [*range(_COUNT)]
+            assert torch.utils.data.get_worker_info().num_workers == 1
+        finally:
+            gate.set()
+        assert [int(item) for item in items] == [1, 2, 3]
+    assert torch.utils.data.get_worker_info() is None
+
+
 def test_threads_take_turns_with_what_hugging_face_maps():
     # Threads that met in a mapped dataset lost items.
     busy, met = threading.Lock(), []
