@@ -21,7 +21,7 @@ from keras_fastdata._modules import (
     spec_of,
 )
 
-_PLAIN = (bool, int, float, str, type)
+_PLAIN = (bool, int, float, str)
 _STORING = ("STORE_NAME", "STORE_GLOBAL")
 
 
@@ -59,7 +59,8 @@ def _is_added(module: types.ModuleType, name: str, value: Any) -> bool:
 
     A value that the code sets may belong to one process, such as a process id.
     """
-    if type(value) not in _PLAIN:
+    is_class = isinstance(value, type) and value.__module__ == "builtins"
+    if not (is_class or type(value) in _PLAIN):
         return False
     spec = spec_of(module)
     known = None if spec is None else _names_set_by(spec.loader, spec.name)
