@@ -39,7 +39,8 @@ _LOADING = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR")
 # Functions that ask for a variable of a module by a text.
 _ASKING = {"getattr", "hasattr"}
 # What gives all variables of a module.
-_ALL = {"__dict__", "attrgetter", "globals", "modules", "vars"}
+_ALL = {"__dict__", "attrgetter", "dir", "getmembers", "globals", "modules"}
+_ALL |= {"vars"}
 
 # First parameters of methods. A function may have another first parameter.
 _SELVES = ("self", "s", "this", "me")

@@ -56,9 +56,9 @@ from keras_fastdata.building.code_names import (
     modules_passed_on,
     names_of,
 )
-from keras_fastdata.building.library_names import set_in_library
 from keras_fastdata.building.process_variables import ProcessVariables
 from keras_fastdata.building.seeding import PRIVATE
+from keras_fastdata.building.set_names import names_set_by, set_in_library
 from keras_fastdata.building.variables import (
     CODE,
     CONTAINERS,
@@ -428,7 +428,7 @@ class _VariableSearch:
         variables = vars(module)
         read = functools.partial(_count_among, names, variables)
         self._add(Variable(read, (), "", True))
-        for name in (names | {"__getattr__"}) & variables.keys():
+        for name in _names_known(module, names):
             self._global(variables, name, module.__name__)
             self._module(variables.get(name), names)
         if "__getattr__" in variables:  # it may import parts of a package
@@ -693,6 +693,15 @@ def _count_of(names: Mapping[str, Any]) -> int:
 def _count_among(names: frozenset[str], variables: dict[str, Any]) -> int:
     """Returns how many of the names a module has, to show additions."""
     return len(names & variables.keys())
+
+
+def _names_known(
+    module: types.ModuleType, names: frozenset[str]
+) -> frozenset[str]:
+    """Returns which of the names a module has, or had when it was imported."""
+    held = vars(module).keys()
+    had = names_set_by(module) or frozenset()
+    return (names & (had | held)) | (held & {"__getattr__"})
 
 
 def _own_names_of(module: types.ModuleType) -> Iterator[str]:

@@ -190,6 +190,7 @@ class OutsideState:
                 if _FEW_BYTES < (size := sent_digest.size_of(value)) <= left:
                     left -= size
                 tell(variable, told, self._lost)
+        self._deleted.note(seen.variable for seen in self._seen)
         self._deleted.tell(told)
         has_changed = module_sources.import_changes().has
         told.changed.update(

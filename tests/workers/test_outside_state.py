@@ -16,6 +16,7 @@ import enum
 import functools
 import importlib
 import importlib.util
+import inspect
 import math
 import multiprocessing
 import operator
@@ -2829,6 +2830,33 @@ def test_what_the_program_sets_in_a_library_is_there(place, cache, monkeypatch):
 def _what_may_be_deleted(*_):
     limit = getattr(outside_text, "LIMIT", -1)
     return [hasattr(outside_text, "FLAG"), limit, outside_text.options.size]
+
+
+def _member(*_):
+    return dict(inspect.getmembers(outside_text))["".join(("sc", "ale"))]
+
+
+def _names_found(*_):
+    return ["FLAG" in dir(outside_text), "LIMIT" in dir(outside_text)]
+
+
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize("place", PLACES)
+def test_what_dir_and_getmembers_find_is_seen(place, cache, monkeypatch):
+    module = outside_text
+    more = {"cache": cache, **EVERY_KIND[place]}
+    monkeypatch.setattr(module, "scale", 3)
+    monkeypatch.delattr(module, "LIMIT")
+    with (
+        Holds(0, _member, **more) as one,
+        Holds(0, _names_found, **more) as two,
+    ):
+        assert [int(batch) for batch in one] == [3] * 3
+        assert [batch.tolist() for batch in two] == [[False, False]] * 3
+        monkeypatch.setattr(module, "scale", 4)
+        monkeypatch.setattr(module, "FLAG", True, raising=False)
+        assert [int(batch) for batch in one] == [4] * 3
+        assert [batch.tolist() for batch in two] == [[True, False]] * 3
 
 
 @pytest.mark.parametrize("cache", [None, "memory"])

@@ -1,4 +1,4 @@
-"""Finds what the program has set in the modules of libraries.
+"""Finds what the program has set in modules, beside their own code.
 
 A script may replace a function of a library, or add a name that older code
 needs (`np.float = float`). A worker process imports the library itself.
@@ -22,7 +22,6 @@ from keras_fastdata._modules import (
 )
 
 _PLAIN = (bool, int, float, str)
-_STORING = ("STORE_NAME", "STORE_GLOBAL")
 
 
 def set_in_library(
@@ -62,19 +61,24 @@ def _is_added(module: types.ModuleType, name: str, value: Any) -> bool:
     is_class = isinstance(value, type) and value.__module__ == "builtins"
     if not (is_class or type(value) in _PLAIN):
         return False
-    spec = spec_of(module)
-    known = None if spec is None else _names_set_by(spec.loader, spec.name)
+    known = names_set_by(module)
     return known is not None and name not in known
 
 
-@functools.lru_cache(maxsize=1024)
-def _names_set_by(loader: Any, module: str) -> frozenset[str] | None:
+def names_set_by(module: types.ModuleType) -> frozenset[str] | None:
     """Returns the names that the code of a module sets in the module.
 
     `None` if there is no code, as for a module in C.
     """
+    spec = spec_of(module)
+    return None if spec is None else _names_set_by(spec.loader, spec.name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_set_by(loader: Any, module: str) -> frozenset[str] | None:
     try:
-        parts = list(nested_code(loader.get_code(module)))
+        code = loader.get_code(module)
+        parts = list(nested_code(code))
     except Exception as error:
         raise_of_handler(error)
         return None
@@ -82,5 +86,6 @@ def _names_set_by(loader: Any, module: str) -> frozenset[str] | None:
         step.argval
         for part in parts
         for step in instructions(part)
-        if step.opname in _STORING
+        if step.opname == "STORE_GLOBAL"
+        or (step.opname == "STORE_NAME" and part is code)
     )
