@@ -10,11 +10,11 @@ LIMIT = 100
 
 
 class Options:
-    size = 1
+    extent = 1
 
 
 options = Options()
-options.size = 5
+options.extent = 5
 
 
 def scaled(number):

@@ -2829,7 +2829,7 @@ def test_what_the_program_sets_in_a_library_is_there(place, cache, monkeypatch):
 
 def _what_may_be_deleted(*_):
     limit = getattr(outside_text, "LIMIT", -1)
-    return [hasattr(outside_text, "FLAG"), limit, outside_text.options.size]
+    return [hasattr(outside_text, "FLAG"), limit, outside_text.options.extent]
 
 
 def _member(*_):
@@ -2869,7 +2869,7 @@ def test_a_variable_that_the_program_deletes_is_gone(place, cache, monkeypatch):
         assert [batch.tolist() for batch in dataset] == [[1, 100, 5]] * 3
         monkeypatch.delattr(module, "FLAG")
         monkeypatch.delattr(module, "LIMIT")
-        monkeypatch.delattr(module.options, "size")
+        monkeypatch.delattr(module.options, "extent")
         for _ in range(2):
             assert [batch.tolist() for batch in dataset] == [[0, -1, 1]] * 3
         monkeypatch.setattr(module, "LIMIT", 3, raising=False)
