@@ -33,11 +33,11 @@ _ALWAYS_THERE = {
 }
 _SCRIPTS = {"__main__", "__mp_main__"}
 MADE_BY_CODE = 1 << 9  # the flag of a class that a class statement made
+# Functions that ask for a variable by a text, and what gives all variables.
+ASKING = {"getattr", "hasattr"}
+GIVING_ALL = {"__dict__", "attrgetter", "dir", "getmembers", "globals", "vars"}
 # The names that code uses to find a variable by a text.
-_BY_TEXT = {
-    *("__dict__", "attrgetter", "dir", "getattr", "getmembers", "globals"),
-    *("hasattr", "vars"),
-}
+_BY_TEXT = ASKING | GIVING_ALL
 # The functions that import a module which a text names.
 _IMPORTING = {"import_module", "__import__"}
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from keras_fastdata._modules import (
+    ASKING,
+    GIVING_ALL,
     imported_names,
     imports_in,
     instructions,
@@ -36,11 +38,8 @@ _EDITING = {
 }
 
 _LOADING = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR")
-# Functions that ask for a variable of a module by a text.
-_ASKING = {"getattr", "hasattr"}
-# What gives all variables of a module.
-_ALL = {"__dict__", "attrgetter", "dir", "getmembers", "globals", "modules"}
-_ALL |= {"vars"}
+# What gives all variables of a module; `sys.modules` gives the module itself.
+_ALL = {*GIVING_ALL, "modules"}
 
 # First parameters of methods. A function may have another first parameter.
 _SELVES = ("self", "s", "this", "me")
@@ -165,7 +164,7 @@ def computes_names(code: types.CodeType) -> bool:
     """
     return any(
         not _ALL.isdisjoint(part.co_names)
-        or (not _ASKING.isdisjoint(part.co_names) and _computes_attribute(part))
+        or (not ASKING.isdisjoint(part.co_names) and _computes_attribute(part))
         for part in nested_code(code)
     )
 
@@ -184,7 +183,7 @@ def _computes_attribute(code: types.CodeType) -> bool:
                 return True
         depth += dis.stack_effect(step.opcode, step.arg, jump=False)
         latest[depth] = step.opname
-        if step.argval in _ASKING and step.opname in _LOADING:
+        if step.argval in ASKING and step.opname in _LOADING:
             pending.append(depth)
     return bool(pending)
 

@@ -701,7 +701,7 @@ def _names_known(
     """Returns which of the names a module has, or had when it was imported."""
     held = vars(module).keys()
     had = names_set_by(module) or frozenset()
-    return (names & (had | held)) | (held & {"__getattr__"})
+    return (names & had) | ((names | {"__getattr__"}) & held)
 
 
 def _own_names_of(module: types.ModuleType) -> Iterator[str]:

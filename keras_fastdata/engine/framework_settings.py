@@ -6,7 +6,7 @@ current folder is a setting of the module `os`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from keras_fastdata._modules import current_folder, loaded
@@ -62,9 +62,15 @@ def read() -> SettingsByModule:
     return found
 
 
-def read_folder() -> SettingsByModule:
-    """Returns the current folder, or "" if somebody has removed it."""
-    return {"os": {"folder": current_folder()}}
+def read_all(
+    error_state: Mapping[str, object], *, has_folder: bool
+) -> SettingsByModule:
+    """Returns all settings, with NumPy's error state as it is given.
+
+    The current folder is among them on request; "" if somebody has removed it.
+    """
+    folder = {"os": {"folder": current_folder()}} if has_folder else {}
+    return {"numpy": dict(error_state), **folder, **read()}
 
 
 def changed() -> Iterator[tuple[str, Any]]:

@@ -320,9 +320,9 @@ class OutsideState:
         # thread of TensorFlow's.
         if threading.current_thread() is threading.main_thread():
             self._error_state = dict(np.geterr())
-        folder = framework_settings.read_folder() if self._has_folder else {}
-        read = framework_settings.read()
-        return {"numpy": self._error_state, **folder, **read}
+        return framework_settings.read_all(
+            self._error_state, has_folder=self._has_folder
+        )
 
 
 def _variables_of(dataset: Any) -> list[Variable]:

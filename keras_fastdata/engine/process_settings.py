@@ -19,7 +19,6 @@ import numpy as np
 from keras_fastdata._call_stack import ignoring_errors
 from keras_fastdata._modules import loaded
 from keras_fastdata.engine import framework_settings
-from keras_fastdata.engine.framework_settings import SettingsByModule
 
 
 @contextlib.contextmanager
@@ -30,13 +29,13 @@ def kept(*, is_local: bool) -> Iterator[None]:
     whether this process has also been told of the trainer's environment
     variables, current folder and limits of Python.
     """
-    before = _framework_settings(is_local=is_local)
+    before = framework_settings.read_all(np.geterr(), has_folder=is_local)
     arguments, environment = list(sys.argv), dict(os.environ)
     recursion, field_size = sys.getrecursionlimit(), csv.field_size_limit()
     try:
         yield
     finally:
-        now = _framework_settings(is_local=is_local)
+        now = framework_settings.read_all(np.geterr(), has_folder=is_local)
         for name, settings in before.items():
             _restore(name, settings, now.get(name, {}))
         sys.argv[:] = arguments
@@ -44,12 +43,6 @@ def kept(*, is_local: bool) -> Iterator[None]:
             _restore_environment(environment)
             sys.setrecursionlimit(recursion)
             csv.field_size_limit(field_size)
-
-
-def _framework_settings(*, is_local: bool) -> SettingsByModule:
-    folder = framework_settings.read_folder() if is_local else {}
-    error_state: dict[str, Any] = dict(np.geterr())
-    return {"numpy": error_state, **folder, **framework_settings.read()}
 
 
 def _restore(name: str, before: dict[str, Any], now: dict[str, Any]) -> None:
