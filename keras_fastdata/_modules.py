@@ -14,6 +14,7 @@ import importlib.machinery
 import importlib.util
 import os
 import pathlib
+import re
 import sys
 import sysconfig
 import types
@@ -40,6 +41,8 @@ GIVING_ALL = {"__dict__", "attrgetter", "dir", "getmembers", "globals", "vars"}
 _BY_TEXT = ASKING | GIVING_ALL
 # The functions that import a module which a text names.
 _IMPORTING = {"import_module", "__import__"}
+# The functions that run code in a text.
+_EVALUATING = {"eval", "exec"}
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
@@ -236,7 +239,25 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     if names & _BY_TEXT:
         for part in nested_code(code):
             names.update(n for n in part.co_consts if isinstance(n, str))
-    return frozenset(names)
+    return frozenset(names) | names_in_texts(code)
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in_texts(code: types.CodeType) -> frozenset[str]:
+    """Returns the names in texts that a code object may run with `eval`.
+
+    Code objects nested inside it are included.
+    """
+    parts = [*nested_code(code)]
+    if all(_EVALUATING.isdisjoint(part.co_names) for part in parts):
+        return frozenset()
+    texts = (one for part in parts for one in part.co_consts)
+    return frozenset(
+        name
+        for text in texts
+        if isinstance(text, str)
+        for name in re.findall(r"\b[^\W\d]\w*", text)
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -258,7 +279,8 @@ def imports_in(
     text. Relative imports begin at `package`.
     """
     for part in nested_code(code):
-        if not _IMPORTING.isdisjoint(part.co_names):
+        used = {*part.co_names}
+        if used & _IMPORTING or {"sys", "modules"} <= used:
             for text in part.co_consts:
                 if isinstance(text, str) and _is_dotted(text):
                     with contextlib.suppress(ImportError):

@@ -25,6 +25,7 @@ from keras_fastdata._modules import (
     instructions,
     is_users,
     names_in,
+    names_in_texts,
     nested_code,
 )
 
@@ -103,7 +104,7 @@ def names_of(code: types.CodeType, package: str | None) -> CodeNames:
     for part in nested_code(code):
         scan.follow(part)
     return CodeNames(
-        frozenset(scan.variables),
+        names_in_texts(code).union(scan.variables),
         frozenset(imports_in(code, package)),
         frozenset(one._replace(is_item=False) for one in scan.assigned),
         frozenset(one._replace(is_item=False) for one in scan.edited),

@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import threading
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +17,6 @@ from keras_fastdata.building.held_generators import Search
 from keras_fastdata.datasets.columns import tidied
 from keras_fastdata.engine.pool_handle import ForkSafeLock
 from keras_fastdata.sources.tables import is_a
-
-_turn = ForkSafeLock()  # of the threads that have parts of a dataset
 
 
 class Passes:
@@ -66,22 +65,37 @@ class _OfHuggingFace(Passes):
 
     def begin(self, index: int, count: int, key: int) -> Iterator[Any]:
         split = importlib.import_module("datasets.distributed")
-        with _turn.own():
+        turn = _turn_of(self.iterable)
+        with turn.own():
             part = split.split_dataset_by_node(self.iterable, index, count)
             if Search(self).held:
                 # It shuffles: all parts alike, and each pass anew.
                 part.set_epoch(1 + key % (1 << 31))
-        return map(tidied, part if count == 1 else _in_turn(part))
+        return map(tidied, part if count == 1 else _in_turn(part, turn))
 
 
-def _in_turn(part: Any) -> Iterator[Any]:
+# By the source of the items, which is not pickled with the dataset.
+_turns: weakref.WeakKeyDictionary[Any, ForkSafeLock] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _turn_of(dataset: Any) -> ForkSafeLock:
+    """Returns the lock of all datasets that share a source of items."""
+    source = getattr(dataset, "_ex_iterable", dataset)
+    while (inner := getattr(source, "ex_iterable", None)) is not None:
+        source = inner
+    return _turns.setdefault(source, ForkSafeLock())
+
+
+def _in_turn(part: Any, turn: ForkSafeLock) -> Iterator[Any]:
     """Yields the items of a part, of which one thread at a time gets one.
 
     The parts share objects, and would lose items if threads met there.
     """
     iterator = None
     while True:
-        with _turn.own():
+        with turn.own():
             iterator = iter(part) if iterator is None else iterator
             try:
                 item = next(iterator)

@@ -22,7 +22,7 @@ from keras_fastdata._modules import (
     nested_code,
     spec_of,
 )
-from keras_fastdata.building.code_names import Root, changes_of
+from keras_fastdata.building.code_names import Root, Target, changes_of
 from keras_fastdata.building.variables import Path
 
 # Methods that make an object, or restore it.
@@ -38,6 +38,8 @@ class _CodeFacts(NamedTuple):
     name: str  # by which code calls it
     used: frozenset[str]  # names of variables and attributes
     changed: frozenset[str]  # names of what it changes in variables
+    # Those of what it changes in objects that are no modules.
+    changed_in_objects: frozenset[str] = frozenset()
     # Those of what a method changes in its object or its class.
     changed_own: frozenset[str] = frozenset()
 
@@ -62,15 +64,19 @@ class ImportChanges:
     """What the user's modules change while they are imported, by name."""
 
     def __init__(self, modules: Iterable[str] = ()) -> None:
-        self._by_bodies: dict[str, set[str]] = {}  # modules
+        # By name: the modules that change a variable, or one in an object.
+        self._by_bodies: dict[str, set[str]] = {}
+        self._by_bodies_in_objects: dict[str, set[str]] = {}
         self._by_functions: set[str] = set()
-        self._by_methods: set[str] = set()
+        self._in_objects: set[str] = set()  # by functions and methods
         waiting: list[_CodeFacts] = []
         uncalled: dict[str, list[_CodeFacts]] = {}
         for module in modules:
             facts = facts_of(module)
             for name in facts.body.changed:
                 self._by_bodies.setdefault(name, set()).add(module)
+            for name in facts.body.changed_in_objects:
+                self._by_bodies_in_objects.setdefault(name, set()).add(module)
             waiting.append(facts.body)
             for part in facts.functions:
                 uncalled.setdefault(part.name, []).append(part)
@@ -84,7 +90,7 @@ class ImportChanges:
                 waiting += uncalled.pop(name, ())
         for part in waiting[bodies:]:
             self._by_functions |= part.changed
-            self._by_methods |= part.changed_own
+            self._in_objects |= part.changed_in_objects | part.changed_own
 
     def has(self, module: str, path: Path) -> bool:
         """Returns whether imports change a variable, or what is in there.
@@ -98,7 +104,8 @@ class ImportChanges:
         others = self._by_bodies.get(name, set()) - {module}
         if others or name in self._by_functions:
             return True
-        return len(names) > 1 and name in self._by_methods
+        others = self._by_bodies_in_objects.get(name, set()) - {module}
+        return len(names) > 1 and bool(others or name in self._in_objects)
 
 
 _known: dict[str, _ModuleFacts] = {}
@@ -113,8 +120,7 @@ def facts_of(name: str) -> _ModuleFacts:
         return known
     try:
         assert spec is not None
-        code = spec.loader.get_code(name)
-        found = _read(spec, code, getattr(module, "__package__", None))
+        found = _read(spec, spec.loader.get_code(name), vars(module))
     except Exception as error:
         raise_of_handler(error)
         # It has no code, or somebody has edited the file.
@@ -124,42 +130,72 @@ def facts_of(name: str) -> _ModuleFacts:
     return found
 
 
-def _read(spec: Any, code: types.CodeType, package: str | None) -> _ModuleFacts:
+def _read(
+    spec: Any, code: types.CodeType, held: dict[str, Any]
+) -> _ModuleFacts:
     bodies = [one for one in nested_code(code) if not _is_function(one)]
     functions = [
-        _function(one)
+        _function(one, held)
         for body in bodies
         for one in body.co_consts
         if isinstance(one, types.CodeType) and _is_function(one)
     ]
-    changed = {target.names[-1] for target in changes_of(bodies)}
+    changed: set[str] = set()
+    in_objects: set[str] = set()
+    for target in changes_of(bodies):
+        is_in_object = _is_in_object(target, held)
+        (in_objects if is_in_object else changed).add(target.names[-1])
+    body = _CodeFacts(
+        "", _used_by(bodies), frozenset(changed), frozenset(in_objects)
+    )
     return _ModuleFacts(
         spec,
         names_in(code),
-        imported_names(code, package),
-        _CodeFacts("", _used_by(bodies), frozenset(changed)),
+        imported_names(code, held.get("__package__")),
+        body,
         functions,
     )
+
+
+def _is_in_object(target: Target, held: dict[str, Any]) -> bool:
+    """Returns whether a target is surely in an object that is no module.
+
+    `held` has the variables of the module whose code names the target.
+    """
+    first, *others = target.names
+    if target.root is not Root.GLOBAL or not others or first not in held:
+        return False
+    for name in others:
+        if not isinstance(held.get(first), types.ModuleType):
+            return first in held
+        held, first = vars(held[first]), name
+    return False
 
 
 def _is_function(code: types.CodeType) -> bool:
     return bool(code.co_flags & inspect.CO_OPTIMIZED)
 
 
-def _function(code: types.CodeType) -> _CodeFacts:
+def _function(code: types.CodeType, held: dict[str, Any]) -> _CodeFacts:
     codes = [*nested_code(code)]
     name, is_making = code.co_name, code.co_name in MAKING
     if is_making:  # who names the class calls it
         name = code.co_qualname.split(".")[-2:][0]
     changed: set[str] = set()
+    in_objects: set[str] = set()
     changed_own: set[str] = set()
     for target in changes_of(codes):
         if target.root not in (Root.SELF, Root.CLASS):
-            changed.add(target.names[-1])
+            is_in_object = _is_in_object(target, held)
+            (in_objects if is_in_object else changed).add(target.names[-1])
         elif not (is_making and target.root is Root.SELF):
             changed_own.add(target.names[-1])
     return _CodeFacts(
-        name, _used_by(codes), frozenset(changed), frozenset(changed_own)
+        name,
+        _used_by(codes),
+        frozenset(changed),
+        frozenset(in_objects),
+        frozenset(changed_own),
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import os
 import threading
 from collections.abc import Iterable
 
@@ -48,7 +49,8 @@ class InlinePool(WorkerPool):
     def wait(self, timeout_s: float) -> None:
         """Builds the next batch in the calling thread; no other thread builds.
 
-        A later call repeats an interrupted build.
+        A later call repeats an interrupted build. A process that the build has
+        forked does not repeat one: it would fork again.
         """
         with self._lock:
             if self._built is not None:
@@ -56,10 +58,13 @@ class InlinePool(WorkerPool):
             request = self._next()
             if request is None:
                 return  # no request, or a signal handler closed the pool
-            outer = self._builds_in
+            outer, process = self._builds_in, os.getpid()
             self._builds_in = threading.get_ident()
             try:
-                self._built = request, self._build(request)
+                built = self._build(request)
+                if built.error is not None and os.getpid() != process:
+                    raise built.error
+                self._built = request, built
             except BaseException:
                 self._broken_off.add(request.request_id)
                 raise

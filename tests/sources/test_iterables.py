@@ -203,6 +203,43 @@ def test_threads_take_turns_with_what_hugging_face_maps():
     assert not any(met)
 
 
+def test_a_hugging_face_stream_that_waits_stops_no_other_one():
+    datasets = pytest.importorskip("datasets")
+    asked, gate = threading.Event(), threading.Event()
+
+    def waits(shards):
+        for shard in shards:
+            asked.set()
+            gate.wait()
+            yield {"number": shard}
+
+    def stream(function):
+        return GeneratorDataset(
+            datasets.IterableDataset.from_generator(
+                function, gen_kwargs={"shards": [0, 1]}
+            ),
+            1,
+            num_shards=2,
+            workers=2,
+            columns="number",
+        )
+
+    with stream(waits) as live, stream(_numbers) as files:
+        reads = threading.Thread(target=lambda: [*live], daemon=True)
+        reads.start()
+        try:
+            assert asked.wait(60)
+            assert sorted(int(x[0]) for x in files) == [0, 1]
+            assert not gate.is_set()
+        finally:
+            gate.set()
+            reads.join()
+
+
+def _numbers(shards):
+    yield from ({"number": shard} for shard in shards)
+
+
 @pytest.mark.parametrize(
     "make", [Again, split_by_torch, hugging_face, tensorflow, grain_iterable]
 )

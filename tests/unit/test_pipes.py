@@ -50,6 +50,38 @@ def test_messages_of_several_threads_do_not_mix(ends):
         thread.join()
 
 
+class _Interrupted:
+    """A pipe whose first part a signal handler interrupts."""
+
+    def __init__(self, pipe, handler):
+        self._pipe = pipe
+        self._handler = handler
+
+    def send_bytes(self, part):
+        handler, self._handler = self._handler, lambda: None
+        handler()
+        self._pipe.send_bytes(part)
+
+
+def test_a_signal_handler_may_send_while_its_thread_sends(ends):
+    reader, writer = ends
+    first, second = b"a" * 10_000, b"b" * 10_000
+    outbox = Outbox(_Interrupted(writer, lambda: outbox.send(second)))
+    outbox.send(first)
+    inbox = Inbox(reader)
+    assert [inbox.receive(), inbox.receive()] == [first, second]
+
+
+def test_a_message_that_an_exception_of_a_handler_interrupts_comes(ends):
+    reader, writer = ends
+    outbox = Outbox(_Interrupted(writer, lambda: 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        outbox.send(b"a" * 10_000)
+    outbox.send(b"b")
+    inbox = Inbox(reader)
+    assert [inbox.receive(), inbox.receive()] == [b"a" * 10_000, b"b"]
+
+
 def test_a_message_without_its_last_part_is_never_returned(ends):
     reader, writer = ends
     first = connection.Pipe(duplex=False)

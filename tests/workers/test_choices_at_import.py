@@ -199,6 +199,28 @@ def test_it_stays_if_the_program_sets_the_value_before_the_first_epoch(
             assert [batch.tolist() for batch in dataset] == [[1, size]] * 2
 
 
+def test_attributes_of_another_modules_object_are_no_settings(write):
+    """They have the name of a setting, but are not changed by imports."""
+    write("choice_config", _CONFIG)
+    write(
+        "choice_other",
+        "class Options: pass\n"
+        "options = Options()\n"
+        "options.size = 5\n"
+        "def reset(): options.size = 5\n"
+        "reset()\n",
+    )
+    write("choice_data", _DATA.format(_CHOICES["functions"]))
+    config = importlib.import_module("choice_config")
+    importlib.import_module("choice_other")
+    config.size = 2
+    data = importlib.import_module("choice_data")
+    seen = _epochs(
+        lambda: data.Data(**_PROCESSES), lambda: setattr(config, "size", 1)
+    )
+    assert seen == [[[2, 2]] * 2, [[2, 1]] * 2]
+
+
 _LATE = """
 import numpy as np
 from keras_fastdata import FastPyDataset

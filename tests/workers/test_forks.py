@@ -335,3 +335,34 @@ def test_a_forked_process_can_build_in_threads_of_its_own():
 
         assert _status_of_child(run) == 0
         assert numbers(batches) == [*range(1, 10)]
+
+
+class ForksAndFails(Numbered):
+    """Forks a process that fails in its build; gives the process's status."""
+
+    depth = 0
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        if child := os.fork():
+            return np.array(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        self.depth += 1
+        if self.depth > 1:
+            os._exit(9)
+        raise ValueError("A fault.")
+
+
+def test_a_process_that_an_inline_build_forks_raises_its_error_once():
+    """It would build the batch again, and fork again, without an end."""
+    this = os.getpid()
+    with ForksAndFails(workers=0) as dataset:
+        try:
+            found = [int(batch) for batch in dataset]
+        except ValueError:
+            assert os.getpid() != this
+            os._exit(7)
+        if os.getpid() != this:
+            os._exit(8)
+        assert found == [7]

@@ -2682,6 +2682,14 @@ def _by_function(*_):
     return getattr(outside_text, "".join(("sc", "ale", "d")))(1)
 
 
+def _by_eval(*_):
+    return eval("outside_text.scale")
+
+
+def _by_sys_modules(*_):
+    return sys.modules["outside_text"].scale
+
+
 def _of_globals(*_):
     return outside_text.of_globals()
 
@@ -2692,7 +2700,7 @@ def _of_modules(*_):
 
 _BY_TEXT = (
     *(_by_getattr, _by_vars, _by_dict, _by_function),
-    *(_of_globals, _of_modules),
+    *(_of_globals, _of_modules, _by_eval, _by_sys_modules),
 )
 _SETTERS = {
     **dict.fromkeys(

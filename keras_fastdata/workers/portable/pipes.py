@@ -8,9 +8,11 @@ dropped.
 
 from __future__ import annotations
 
+import collections
 import select
 import threading
 from multiprocessing.connection import Connection
+from typing import Any
 
 # POSIX writes up to PIPE_BUF bytes as a whole; Windows keeps messages apart.
 # The length of a part (4 bytes) and one of the marks below precede the part.
@@ -19,11 +21,19 @@ _MORE, _LAST = b"+", b"."
 
 
 class Outbox:
-    """Sends messages through a pipe, from any thread."""
+    """Sends messages through a pipe, from any thread and any signal handler.
+
+    A signal handler, or a `__del__` method, may send while its thread sends.
+    Its message is then sent after the interrupted message, by that call.
+    """
 
     def __init__(self, pipe: Connection) -> None:
         self.pipe = pipe
-        self._lock = threading.Lock()
+        self._lock: Any = threading.RLock()
+        self._waiting: collections.deque[bytes] = collections.deque()
+        # Of the message that is being sent. An exception of a signal handler
+        # leaves some here, and the next call sends them first.
+        self._parts: collections.deque[bytes] = collections.deque()
 
     def send(self, message: bytes) -> None:
         """Sends a message; waits while the pipe is full.
@@ -31,12 +41,24 @@ class Outbox:
         Raises:
             OSError: The reader has ended.
         """
-        size = _MOST_BYTES
-        with self._lock:
-            for start in range(0, max(len(message), 1), size):
-                part = message[start : start + size]
-                is_last = start + size >= len(message)
-                self.pipe.send_bytes((_LAST if is_last else _MORE) + part)
+        self._waiting.append(message)
+        while self._waiting and not self._lock._is_owned():
+            with self._lock:
+                while self._parts or self._waiting:
+                    if not self._parts:
+                        self._parts.extend(_parts_of(self._waiting.popleft()))
+                    self.pipe.send_bytes(self._parts[0])
+                    self._parts.popleft()
+
+
+def _parts_of(message: bytes) -> list[bytes]:
+    size = _MOST_BYTES
+    parts = [
+        message[start : start + size]
+        for start in range(0, max(len(message), 1), size)
+    ]
+    *others, last = parts
+    return [*(_MORE + part for part in others), _LAST + last]
 
 
 class Inbox:
