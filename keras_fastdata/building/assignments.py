@@ -219,6 +219,14 @@ def is_special(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
 
 
+def is_pythons(name: str, value: Any) -> bool:
+    """Returns whether Python itself could have set a class attribute."""
+    is_function = isinstance(
+        value, (types.FunctionType, staticmethod, classmethod)
+    )
+    return is_special(name) and not is_function
+
+
 def _changing_methods(found: _FoundFunction) -> set[str]:
     """Returns the special methods that the statements of a function may call.
 

@@ -36,12 +36,11 @@ from keras_fastdata._modules import (
     names_in,
     packages_of,
 )
-from keras_fastdata._unimported import FoundSource, sources_of
 from keras_fastdata.building.assignments import (
     Assignments,
     cells_of,
     is_by_value,
-    is_special,
+    is_pythons,
 )
 from keras_fastdata.building.attributes import (
     attributes_of,
@@ -52,13 +51,17 @@ from keras_fastdata.building.attributes import (
 )
 from keras_fastdata.building.cached_functions import calls_of, runs_of
 from keras_fastdata.building.code_names import (
-    computes_names,
-    modules_passed_on,
     names_of,
+)
+from keras_fastdata.building.held_modules import (
+    HeldModules,
+    count_among,
+    names_known,
+    sources_to_import,
 )
 from keras_fastdata.building.process_variables import ProcessVariables
 from keras_fastdata.building.seeding import PRIVATE
-from keras_fastdata.building.set_names import names_set_by, set_in_library
+from keras_fastdata.building.set_names import set_in_library
 from keras_fastdata.building.variables import (
     CODE,
     CONTAINERS,
@@ -88,7 +91,6 @@ _MOST_OWN_ITEMS = 100  # of a larger one in an attribute of the dataset
 # Methods of a dataset that do not run in workers.
 _RUN_HERE = ("__init__", "on_epoch_begin", "on_epoch_end")
 _METHODS = (staticmethod, classmethod)
-_FUNCTIONS = (types.FunctionType, *_METHODS)
 # What may change of a function.
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _MAPPINGS: tuple[Any, ...] = (dict, types.MappingProxyType)
@@ -143,43 +145,6 @@ class _Waiting(NamedTuple):
     kind: type | None  # the class whose code has led there
 
 
-class _HeldModules:
-    """The modules that code may ask for variables under names of its own.
-
-    Attributes:
-        modules: Those that objects hold, and that code gives to other code.
-    """
-
-    def __init__(self) -> None:
-        self.modules: list[types.ModuleType] = []
-        self._names: frozenset[str] = frozenset()  # all that the code uses
-        self._is_computed = False  # whether the code may use any other name
-        self._searched: Any = None  # what there was at the latest search
-
-    def note(self, code: types.CodeType, variables: dict[str, Any]) -> None:
-        """Notes code, with its global variables."""
-        if not names_in(code) <= self._names:
-            self._names |= names_in(code)
-        self._is_computed |= computes_names(code)
-        self.modules += modules_passed_on(code, variables)
-
-    def unsearched(self) -> list[tuple[types.ModuleType, frozenset[str]]]:
-        """Returns the modules, and the names that the code may use there.
-
-        None if nothing was added since the latest call.
-        """
-        now = id(self._names), self._is_computed, len(self.modules)
-        if now == self._searched:
-            return []
-        self._searched = now
-        return [
-            (module, self._names.union(_own_names_of(module)))
-            if self._is_computed and is_users_module(module)
-            else (module, self._names)
-            for module in dict.fromkeys(self.modules)
-        ]
-
-
 class _VariableSearch:
     """Collects the variables that code refers to directly or indirectly."""
 
@@ -192,7 +157,7 @@ class _VariableSearch:
         self._seen: dict[Any, Any] = {}  # by id; keeps the values alive
         self._others_of: collections.Counter[type] = collections.Counter()
         self._places: set[tuple[int, Path]] = set()
-        self._held = _HeldModules()
+        self._held = HeldModules()
         self._imported: set[str] = set()  # modules that are not imported yet
         self._objects: collections.deque[_Waiting] = collections.deque()
         self._containers: collections.deque[_Waiting] = collections.deque()
@@ -356,7 +321,7 @@ class _VariableSearch:
         for name, value in list(vars(kind).items()):
             if name in _RUN_HERE and is_dataset:
                 continue
-            if _is_pythons(name, value) or not is_named:
+            if is_pythons(name, value) or not is_named:
                 self.value(value)
             else:
                 read = functools.partial(vars(kind).__getitem__, name)
@@ -426,9 +391,9 @@ class _VariableSearch:
             return
         self._class(type(module))  # it may be the user's, with properties
         variables = vars(module)
-        read = functools.partial(_count_among, names, variables)
+        read = functools.partial(count_among, names, variables)
         self._add(Variable(read, (), "", True))
-        for name in _names_known(module, names):
+        for name in names_known(module, names):
             self._global(variables, name, module.__name__)
             self._module(variables.get(name), names)
         if "__getattr__" in variables:  # it may import parts of a package
@@ -442,7 +407,7 @@ class _VariableSearch:
 
     def _imports(self, module: str, parts: Iterable[str]) -> None:
         """Collects what modules use that builds or the program may import."""
-        for found in _sources_to_import(module, parts, self._imported):
+        for found in sources_to_import(module, parts, self._imported):
             read = functools.partial(sys.modules.__contains__, found.name)
             self._add(Variable(read, (), "", True, is_edited=True))
             for name, _ in found.imports:
@@ -535,20 +500,6 @@ def _may_hold_code(value: Any) -> bool:
     if isinstance(value, _BASES):  # such as an `OrderedDict`
         return not _holds_leaves(value)
     return any(not isinstance(item, _LEAVES) for item in _items_of_set(value))
-
-
-def _sources_to_import(
-    module: str, parts: Iterable[str], seen: set[str]
-) -> Iterator[FoundSource]:
-    """Yields the sources of modules that are not imported yet.
-
-    `parts` are to be imported from `module`.
-    """
-    there = sys.modules
-    held = vars(there[module]) if module in there else {}
-    missing = tuple(sorted(part for part in parts if part not in held))
-    if missing or module not in there:
-        yield from sources_of(module, missing, seen, but=there)
 
 
 def _is_librarys_own(part: Any) -> bool:
@@ -687,30 +638,4 @@ def _count_of(names: Mapping[str, Any]) -> int:
     names such as `__slotnames__` at any time.
     """
     items = list(names.items())
-    return sum(not _is_pythons(name, value) for name, value in items)
-
-
-def _count_among(names: frozenset[str], variables: dict[str, Any]) -> int:
-    """Returns how many of the names a module has, to show additions."""
-    return len(names & variables.keys())
-
-
-def _names_known(
-    module: types.ModuleType, names: frozenset[str]
-) -> frozenset[str]:
-    """Returns which of the names a module has, or had when it was imported."""
-    held = vars(module).keys()
-    had = names_set_by(module) or frozenset()
-    return (names & had) | ((names | {"__getattr__"}) & held)
-
-
-def _own_names_of(module: types.ModuleType) -> Iterator[str]:
-    """Yields the names of a module's variables, but not of other modules."""
-    for name, value in list(vars(module).items()):
-        if not (_is_pythons(name, value) or type(value) is types.ModuleType):
-            yield name
-
-
-def _is_pythons(name: str, value: Any) -> bool:
-    """Returns whether Python itself could have set a class attribute."""
-    return is_special(name) and not isinstance(value, _FUNCTIONS)
+    return sum(not is_pythons(name, value) for name, value in items)
