@@ -25,6 +25,8 @@ from keras_fastdata.datasets.windows import Windows
 from keras_fastdata.memory.ownership import map_leaves
 from keras_fastdata.sources.source import Indices
 
+_PARTS = ("x", "y", "sample_weight")  # of a batch
+
 
 class ArrayDataset(SampledDataset):
     """Builds batches from the rows of arrays.
@@ -54,6 +56,12 @@ class ArrayDataset(SampledDataset):
         **kwargs: `samples_per_epoch`, `replacement`, `bucket_by` and
             `bucket_batches` as in `SampleDataset`, and the arguments of
             `FastPyDataset`.
+
+    Attributes:
+        x: The inputs. You may assign others, also of another length if you
+            assign `y` and `sample_weight` before the next epoch, too.
+        y: The targets, or `None`.
+        sample_weight: The weights, or `None`.
 
     Raises:
         TypeError: An argument is unknown or of the wrong type.
@@ -90,42 +98,80 @@ class ArrayDataset(SampledDataset):
             **kwargs,
         )
         take_transform(self, transform)
-        if x is None:
-            raise TypeError("`x` must be arrays. Received: None")
         if sample_weight is not None and y is None:
             raise ValueError("`sample_weight` needs `y`.")
-        parts = {"x": x, "y": y, "sample_weight": sample_weight}
-        lengths: dict[int, str] = {}  # to the argument that has it first
+        given = zip(_PARTS, (x, y, sample_weight), strict=True)
+        arrays = (_usable_part(*one) for one in given)
+        self.arrays = tuple(part for part in arrays if part is not None)
+        _count_of(self.arrays)
 
-        def usable(leaf: Any, name: str) -> Any:
-            array = _usable(leaf, name)
-            lengths.setdefault(array.shape[0], name)
-            return array
+    x = overridable_property(lambda self: _part_of(self, 0))
+    y = overridable_property(lambda self: _part_of(self, 1))
+    sample_weight = overridable_property(lambda self: _part_of(self, 2))
 
-        self.arrays = tuple(
-            map_leaves(functools.partial(usable, name=name), part)
-            for name, part in parts.items()
-            if part is not None
-        )
-        if len(lengths) != 1:
-            listed = ", ".join(
-                f"{count} in `{name}`" for count, name in lengths.items()
-            )
-            raise ValueError(
-                "All arrays must have the same number of samples. Received: "
-                f"{listed or 'no array'}."
-            )
-        (self._fastdata_count,) = lengths
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _PARTS and "arrays" in vars(self):
+            is_own = getattr(type(self), name) is vars(ArrayDataset)[name]
+            if is_own:  # no property of a subclass
+                self.arrays = _replaced(self.arrays, name, value)
+                if name not in vars(self):
+                    return
+        super().__setattr__(name, value)
 
     @overridable_property
     def num_samples(self) -> int:
         """The number of rows of the arrays."""
-        return self._fastdata_count
+        return _count_of(self.arrays)
 
     def __getitem__(self, index: int) -> Any:
         return _batch_of(
             self, self.sample_indices(index), answer(self, "empty")
         )
+
+
+def _usable_part(name: str, part: Any) -> Any:
+    """Returns an argument with arrays whose rows can be indexed."""
+    if part is None:
+        if name == "x":
+            raise TypeError("`x` must be arrays. Received: None")
+        return None
+    return map_leaves(functools.partial(_usable, name=name), part)
+
+
+def _part_of(dataset: ArrayDataset, place: int) -> Any:
+    arrays = dataset.arrays
+    return arrays[place] if place < len(arrays) else None
+
+
+def _replaced(
+    arrays: tuple[Any, ...], name: str, value: Any
+) -> tuple[Any, ...]:
+    """Returns the arrays with another part under a name; `None` removes it."""
+    parts = [*arrays, None, None][: len(_PARTS)]
+    parts[_PARTS.index(name)] = _usable_part(name, value)
+    if parts[2] is not None and parts[1] is None:
+        raise ValueError("`sample_weight` needs `y`.")
+    return tuple(part for part in parts if part is not None)
+
+
+def _count_of(arrays: tuple[Any, ...]) -> int:
+    """Returns how many rows all arrays have."""
+    lengths: dict[int, str] = {}  # to the argument that has it first
+    for name, part in zip(_PARTS, arrays, strict=False):
+
+        def note(leaf: Any, name: str = name) -> None:
+            lengths.setdefault(leaf.shape[0], name)
+
+        map_leaves(note, part)
+    if len(lengths) != 1:
+        listed = ", ".join(
+            f"{count} in `{name}`" for count, name in lengths.items()
+        )
+        raise ValueError(
+            "All arrays must have the same number of samples. Received: "
+            f"{listed or 'no array'}."
+        )
+    return next(iter(lengths))
 
 
 def _batch_of(dataset: ArrayDataset, indices: Indices, empty: Empty) -> Any:

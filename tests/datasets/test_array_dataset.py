@@ -357,3 +357,65 @@ def test_named_tuples_stay_named():
     with ArrayDataset({"p": pair(ROWS, LABELS)}, batch_size=8) as dataset:
         batch = next(iter(dataset))["p"]
     np.testing.assert_array_equal(batch.left, ROWS[:8])
+
+
+@pytest.mark.parametrize("cache", [None, "memory"])
+@everywhere
+def test_other_arrays_may_be_assigned(place, cache):
+    """As with pseudo-labels."""
+    more = {"cache": cache, **PLACES[place]}
+    with ArrayDataset(LABELS, Frame(LABELS), batch_size=25, **more) as dataset:
+        assert [y[0] for _, y in dataset] == [0, 25]
+        dataset.y = Frame(-LABELS)
+        assert [y[-1] for _, y in dataset] == [-24, -49]
+        dataset.x, dataset.y = np.arange(30), np.arange(30)
+        assert [len(y) for _, y in dataset] == [25, 5]
+        dataset.sample_weight = dataset.y * 2
+        assert [weight[0] for _, _, weight in dataset] == [0, 50]
+        dataset.sample_weight = dataset.y = None
+        assert dataset.y is None
+        assert [x[0] for x in dataset] == [0, 25]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("x", None, "`x` must be arrays. Received: None"),
+        ("y", 3, "`y` must be arrays with one row for each sample"),
+        ("y", None, "`sample_weight` needs `y`"),
+    ],
+)
+def test_what_can_be_no_array_cannot_be_assigned(name, value, said):
+    with ArrayDataset(LABELS, LABELS, LABELS, workers=0) as dataset:
+        with pytest.raises((TypeError, ValueError), match=said):
+            setattr(dataset, name, value)
+        assert [len(y) for _, y, _ in dataset] == [32, 18]
+
+
+def test_arrays_of_several_lengths_are_an_error_when_an_epoch_begins():
+    with ArrayDataset(LABELS, LABELS, workers=0) as dataset:
+        dataset.y = LABELS[:40]
+        with pytest.raises(ValueError, match="50 in `x`, 40 in `y`"):
+            list(dataset)
+
+
+class _KeepsItsOwn(ArrayDataset):
+    """Has attributes of its own under the names of the arguments."""
+
+    def __init__(self, frame, labels, **kwargs):
+        self.x = frame
+        super().__init__(frame, labels, **kwargs)
+
+    @property
+    def y(self):
+        return "its own"
+
+
+def test_a_subclass_keeps_its_own_attributes():
+    frame = Frame(LABELS)
+    with _KeepsItsOwn(frame, LABELS, workers=0) as dataset:
+        assert dataset.x is frame
+        assert dataset.y == "its own"
+        assert [y[0] for _, y in dataset] == [0, 32]
+        dataset.x = Frame(-LABELS)
+        assert [x[-1] for x, _ in dataset] == [-31, -49]

@@ -198,7 +198,7 @@ def test_a_list_has_no_column_of_lengths():
 def test_classes_are_those_of_the_labels_that_a_dataset_was_given_later():
     dataset = ArrayDataset(LABELS, LABELS, sampler="balanced", workers=0)
     list(dataset)
-    dataset.arrays = (LABELS, LABELS % 2)
+    dataset.y = LABELS % 2
     with dataset:
         labels = np.concatenate([y for _, y in dataset])
     assert np.bincount(labels).tolist() == [25, 25]
