@@ -51,35 +51,44 @@ def test_messages_of_several_threads_do_not_mix(ends):
 
 
 class _Interrupted:
-    """A pipe whose first part a signal handler interrupts."""
+    """A pipe of which a signal handler interrupts the first part.
 
-    def __init__(self, pipe, handler):
+    The handler runs before the part is written, or after.
+    """
+
+    def __init__(self, pipe, handler, is_after):
         self._pipe = pipe
-        self._handler = handler
+        self._handlers = {is_after: handler}
 
     def send_bytes(self, part):
-        handler, self._handler = self._handler, lambda: None
-        handler()
+        self._handlers.pop(False, int)()
         self._pipe.send_bytes(part)
+        self._handlers.pop(True, int)()
 
 
-def test_a_signal_handler_may_send_while_its_thread_sends(ends):
+@pytest.mark.parametrize("is_after", [False, True])
+def test_a_signal_handler_may_send_while_its_thread_sends(is_after, ends):
     reader, writer = ends
     first, second = b"a" * 10_000, b"b" * 10_000
-    outbox = Outbox(_Interrupted(writer, lambda: outbox.send(second)))
+    pipe = _Interrupted(writer, lambda: outbox.send(second), is_after)
+    outbox, inbox = Outbox(pipe), Inbox(reader)
     outbox.send(first)
-    inbox = Inbox(reader)
     assert [inbox.receive(), inbox.receive()] == [first, second]
 
 
-def test_a_message_that_an_exception_of_a_handler_interrupts_comes(ends):
+@pytest.mark.parametrize("nbytes", [1, 10_000])
+@pytest.mark.parametrize("is_after", [False, True])
+def test_a_message_that_an_exception_of_a_handler_interrupts_comes_once(
+    is_after, nbytes, ends
+):
     reader, writer = ends
-    outbox = Outbox(_Interrupted(writer, lambda: 1 / 0))
+    outbox = Outbox(_Interrupted(writer, lambda: 1 / 0, is_after))
     with pytest.raises(ZeroDivisionError):
-        outbox.send(b"a" * 10_000)
+        outbox.send(b"a" * nbytes)
     outbox.send(b"b")
     inbox = Inbox(reader)
-    assert [inbox.receive(), inbox.receive()] == [b"a" * 10_000, b"b"]
+    assert [inbox.receive(), inbox.receive()] == [b"a" * nbytes, b"b"]
+    assert not reader.poll(0)
 
 
 def test_a_message_without_its_last_part_is_never_returned(ends):

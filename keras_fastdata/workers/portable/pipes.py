@@ -9,15 +9,25 @@ dropped.
 from __future__ import annotations
 
 import collections
+import dataclasses
+import itertools
 import select
 import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
 # POSIX writes up to PIPE_BUF bytes as a whole; Windows keeps messages apart.
-# The length of a part (4 bytes) and one of the marks below precede the part.
+# The length of a part (4 bytes), one of the marks below, and a number precede
+# the part.
 _MOST_BYTES = getattr(select, "PIPE_BUF", 4096) - 8
+_NUMBERS = [bytes([number]) for number in range(256)]
 _MORE, _LAST = b"+", b"."
+
+
+@dataclasses.dataclass
+class _Message:
+    data: bytes
+    parts: list[bytes] | None = None  # the rest, the next one last
 
 
 class Outbox:
@@ -30,10 +40,12 @@ class Outbox:
     def __init__(self, pipe: Connection) -> None:
         self.pipe = pipe
         self._lock: Any = threading.RLock()
-        self._waiting: collections.deque[bytes] = collections.deque()
-        # Of the message that is being sent. An exception of a signal handler
-        # leaves some here, and the next call sends them first.
-        self._parts: collections.deque[bytes] = collections.deque()
+        # An exception of a signal handler leaves the message here that is being
+        # sent, and the next call sends the rest first. The exception may come
+        # when a part has been sent; the reader drops the part when it comes
+        # again, by its number.
+        self._waiting: collections.deque[_Message] = collections.deque()
+        self._numbers = itertools.cycle(_NUMBERS)
 
     def send(self, message: bytes) -> None:
         """Sends a message; waits while the pipe is full.
@@ -41,24 +53,28 @@ class Outbox:
         Raises:
             OSError: The reader has ended.
         """
-        self._waiting.append(message)
+        self._waiting.append(_Message(message))
         while self._waiting and not self._lock._is_owned():
             with self._lock:
-                while self._parts or self._waiting:
-                    if not self._parts:
-                        self._parts.extend(_parts_of(self._waiting.popleft()))
-                    self.pipe.send_bytes(self._parts[0])
-                    self._parts.popleft()
+                while self._waiting:
+                    self._send_rest(self._waiting[0])
+                    self._waiting.popleft()
 
+    def _send_rest(self, message: _Message) -> None:
+        if message.parts is None:
+            message.parts = self._split(message.data)[::-1]
+        while message.parts:
+            self.pipe.send_bytes(message.parts[-1])
+            del message.parts[-1]
 
-def _parts_of(message: bytes) -> list[bytes]:
-    size = _MOST_BYTES
-    parts = [
-        message[start : start + size]
-        for start in range(0, max(len(message), 1), size)
-    ]
-    *others, last = parts
-    return [*(_MORE + part for part in others), _LAST + last]
+    def _split(self, message: bytes) -> list[bytes]:
+        size = _MOST_BYTES
+        return [
+            (_MORE if start + size < len(message) else _LAST)
+            + next(self._numbers)
+            + message[start : start + size]
+            for start in range(0, max(len(message), 1), size)
+        ]
 
 
 class Inbox:
@@ -67,15 +83,21 @@ class Inbox:
     def __init__(self, pipe: Connection) -> None:
         self.pipe = pipe
         self._parts: list[bytes] = []
+        self._number = b""  # of the latest part
 
     def receive_part(self) -> bytes | None:
         """Waits for a part of a message; returns a message once complete.
+
+        A part that comes twice is dropped.
 
         Raises:
             EOFError: The writer has ended. (Also `OSError`.)
         """
         part = self.pipe.recv_bytes()
-        self._parts.append(part[1:])
+        if part[1:2] == self._number:
+            return None
+        self._number = part[1:2]
+        self._parts.append(part[2:])
         if part[:1] == _MORE:
             return None
         message = b"".join(self._parts)
