@@ -101,6 +101,14 @@ def is_users(name: Any, *, if_unknown: bool = False) -> bool:
     return not _has_installed(os.path.dirname(place))
 
 
+def modules_of_user() -> list[str]:
+    """Returns the names of the user's modules that are imported."""
+    names = list(sys.modules)
+    tops = {name: name.partition(".")[0] for name in names}
+    users = {top for top in set(tops.values()) if is_users(top)}
+    return [name for name in names if tops[name] in users or is_main(name)]
+
+
 def is_users_module(module: types.ModuleType) -> bool:
     """Returns whether a module is part of the user's program.
 

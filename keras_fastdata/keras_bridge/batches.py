@@ -68,7 +68,7 @@ class IteratorBatches(Iterator[Any]):
             if self._iterator.is_shortened:
                 self._record_skipped(self._iterator)
         if self._writable and self._iterator.is_read_only:
-            batch = keras.tree.map_structure(_writable, batch)
+            batch = keras.tree.map_structure(writable, batch)
         now_s = time.monotonic()
         adapter.progress.count_batch()
         if not adapter.progress.has_started:
@@ -160,7 +160,7 @@ class IteratorBatches(Iterator[Any]):
             listener.skip(recorder.Skipped(name, index, text))
 
 
-def _writable(leaf: Any) -> Any:
+def writable(leaf: Any) -> Any:
     """Copies a read-only array; returns other leaves unchanged."""
     if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
         return leaf.copy()

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_fastdata.keras_bridge.batches import IteratorBatches
+from keras_fastdata.keras_bridge.batches import IteratorBatches, writable
 from keras_fastdata.keras_bridge.keras_internals import (
     Feature,
     get_tensor_spec,
@@ -43,9 +43,14 @@ def signature_of(batches: list[Any]) -> Any:
 
 
 def _converted(leaf: Any) -> Any:
-    """Converts a leaf of a batch to a type that `from_generator` accepts."""
+    """Converts a leaf of a batch to a type that `from_generator` accepts.
+
+    With a strategy of `tf.distribute`, TensorFlow writes results of a step into
+    arrays of the batch. So those of a cache or a read-only file are copied.
+    """
     if leaf is None:
         return tf.experimental.Optional.empty(None)
+    leaf = writable(leaf)
     if type(leaf).__module__.startswith("scipy.sparse"):
         entries = leaf.tocoo()
         indices = np.stack((entries.row, entries.col), axis=1)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_fastdata._call_stack import ignoring_errors
-from keras_fastdata._modules import MADE_BY_CODE, is_main, is_users
+from keras_fastdata._modules import MADE_BY_CODE, is_main, modules_of_user
 
 Place = tuple[str, str]  # a module, and a name in it
 
@@ -56,7 +56,7 @@ class MarkerPlaces:
         if self._of_users is None:
             self._of_users = {
                 id(value): place
-                for name in filter(is_users, sys.modules.copy())
+                for name in modules_of_user()
                 for place, value in _variables_of(name)
                 if is_marker(value)
             }

@@ -156,6 +156,44 @@ def test_a_batch_that_is_none_is_a_clear_error(place):
         model.fit(dataset, verbose=0)
 
 
+_REPLICAS = """
+import keras
+import numpy as np
+import tensorflow as tf
+from keras_fastdata import FastPyDataset
+
+ROWS = 16  # of a batch: its memory in a file is aligned, and not copied
+np.save("x.npy", np.arange(12.0, dtype="float32").repeat(ROWS)[:, None])
+MAP = np.load("x.npy", mmap_mode="r")
+
+
+class Rows(FastPyDataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        x = MAP[index * ROWS : (index + 1) * ROWS]
+        return (x, x) if self.is_map else (x.copy(), x.copy())
+
+
+cpu = tf.config.list_physical_devices("CPU")[0]
+half = tf.config.LogicalDeviceConfiguration()
+tf.config.set_logical_device_configuration(cpu, [half, half])
+for is_map, arguments in (
+    (True, {"workers": 0}),
+    (False, {"workers": 0, "cache": "memory"}),
+    (False, {"workers": 1, "use_multiprocessing": True, "cache": "memory"}),
+):
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        layer = keras.layers.Dense(1, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((1,)), layer])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    with Rows(**arguments) as dataset:
+        dataset.is_map = is_map
+        losses = model.fit(dataset, epochs=4, verbose=0).history["loss"]
+    print("same" if len(set(losses)) == 1 else losses)
+"""
+
 if BACKEND == "tensorflow":
     import tensorflow as tf
 
@@ -239,6 +277,14 @@ if BACKEND == "tensorflow":
             model.compile("sgd", "mse")
         with _dataset(lambda i: (X, Y), place) as dataset:
             assert np.isfinite(model.fit(dataset, verbose=0).history["loss"][0])
+
+    def test_replicas_write_to_no_batch_that_is_kept(tmp_path, zygote):
+        """Batches of a cache would change, a read-only map ends the program."""
+        script = tmp_path / "train.py"
+        script.write_text(_REPLICAS)
+        done = zygote.run(script, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split() == ["same"] * 3
 
     def test_the_train_step_is_traced_once(place):
         class Counted(keras.Sequential):
