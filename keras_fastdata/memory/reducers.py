@@ -57,6 +57,7 @@ from keras_fastdata.memory import (
     keras_layers,
     lossy_reductions,
     rebuilt_classes,
+    submodules,
     tensors,
 )
 from keras_fastdata.memory.limited_stream import LimitedStream, LimitError
@@ -160,10 +161,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         elif isinstance(reduced, tuple) and len(reduced) == _BY_VALUE:
             if isinstance(obj, type):
                 reduced = rebuilt_classes.completed(obj, reduced)
-            elif isinstance(obj, types.FunctionType) and obj.__closure__:
-                make, (*args, _), *rest = reduced
-                cells = tuple(map(self._shared, obj.__closure__))
-                reduced = make, (*args, cells), *rest
+            elif isinstance(obj, types.FunctionType):
+                slots: dict[str, Any] = reduced[2][1]
+                more = slots.setdefault("_cloudpickle_submodules", [])
+                more += submodules.of(obj)
+                if obj.__closure__:
+                    make, (*args, _), *rest = reduced
+                    cells = tuple(map(self._shared, obj.__closure__))
+                    reduced = make, (*args, cells), *rest
             *rebuild, state, _, _, set_state = reduced
             named = set_state, state, obj.__qualname__
             return *rebuild, named, None, None, _set_class

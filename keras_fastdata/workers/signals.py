@@ -87,18 +87,20 @@ _blocks: list[DeferredSignals] = []  # those that the main thread is in
 class Interruptible:
     """Handles signals at once within a `DeferredSignals` block.
 
-    Whatever is within can be broken off at any point.
+    Whatever is within can be broken off at any point. A signal handler that
+    runs there may enter blocks of its own; the outer blocks take no part.
     """
 
     def __enter__(self) -> None:
-        self._blocks = []
+        self._blocks: list[DeferredSignals] = []
         if threading.current_thread() is threading.main_thread():
-            self._blocks = [*_blocks]
+            self._blocks, _blocks[:] = [*_blocks], []
         for block in reversed(self._blocks):
             block.restore()
 
     def __exit__(self, *_: object) -> None:
         for block in self._blocks:
+            _blocks.append(block)
             block.replace_handlers()
 
 

@@ -280,6 +280,15 @@ def test_signals_are_delayed_again_after_what_is_interruptible(handlers):
     assert signal.getsignal(handlers[0]) is _raise
 
 
+def test_a_handler_in_what_is_interruptible_may_delay_signals_too(handlers):
+    """As one does that iterates over another dataset."""
+    with DeferredSignals(), Interruptible():
+        with DeferredSignals(), Interruptible():
+            assert signal.getsignal(handlers[0]) is _raise
+        assert signal.getsignal(handlers[0]) is _raise
+    assert signal.getsignal(handlers[0]) is _raise
+
+
 class TimeIsUp(TimeoutError):
     """An error of an alarm. Python counts it among the errors of the system."""
 

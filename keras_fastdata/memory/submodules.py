@@ -1,0 +1,51 @@
+"""Finds the submodules that code uses as attributes of packages.
+
+After `import PIL.Image`, code names the package `PIL` and its attribute
+`Image`. A process that unpickles the code must import `PIL.Image`, too.
+cloudpickle notes these modules, but does not look into functions and
+comprehensions inside a function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from keras_fastdata._modules import names_in
+
+
+def of(function: types.FunctionType) -> list[types.ModuleType]:
+    """Returns the imported submodules that code inside a function uses."""
+    code = function.__code__
+    if not any(isinstance(part, types.CodeType) for part in code.co_consts):
+        return []  # cloudpickle finds all
+    names = names_in(code)
+    packages = {
+        held.__name__
+        for held in _held_by(function, names)
+        if isinstance(held, types.ModuleType)
+    }
+    found = {
+        name: module
+        for name, module in sys.modules.copy().items()
+        for package in packages
+        if name.startswith(f"{package}.")
+        and names.issuperset(name.split(".")[package.count(".") + 1 :])
+        and isinstance(module, types.ModuleType)
+    }
+    return [found[name] for name in sorted(found)]
+
+
+def _held_by(
+    function: types.FunctionType, names: frozenset[str]
+) -> Iterator[Any]:
+    """Yields the global and outer variables that a function may use."""
+    variables = function.__globals__
+    for name in names:
+        yield variables.get(name)
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # not assigned yet
+            yield cell.cell_contents
