@@ -796,6 +796,43 @@ def test_objects_of_a_script_that_pickle_sends_by_name_reach_processes(
     assert ran.stdout.splitlines() == wanted, ran.stderr
 
 
+SUBMODULES_SCRIPT = """
+import wsgiref.util
+import xml.sax.saxutils
+import numpy as np
+from keras_fastdata import FastPyDataset
+
+
+def escaped():
+    import xml
+    return lambda: [xml.sax.saxutils.escape("<") for _ in range(1)]
+
+
+class Escaped(FastPyDataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        (text,) = self.escape()
+        schemes = (wsgiref.util.guess_scheme({}) for _ in range(1))
+        return np.array([len(text), *schemes])
+
+
+with Escaped(workers=1, use_multiprocessing=True) as dataset:
+    dataset.escape = escaped()
+    print(next(iter(dataset)).tolist())
+"""
+
+
+def test_a_submodule_that_code_inside_a_function_uses_is_imported(
+    tmp_path, zygote
+):
+    path = tmp_path / "script.py"
+    path.write_text(SUBMODULES_SCRIPT)
+    ran = zygote.run(path)
+    assert ran.stdout.split() == ["['4',", "'http']"], ran.stderr
+
+
 @pytest.mark.parametrize("kind", [*MAKERS, *OF_LIBRARIES])
 def test_an_object_with_attributes_arrives_whole(kind):
     thing = (MAKERS | OF_LIBRARIES)[kind]()
