@@ -43,6 +43,8 @@ _BY_TEXT = ASKING | GIVING_ALL
 _IMPORTING = {"import_module", "__import__"}
 # The functions that run code in a text.
 _EVALUATING = {"eval", "exec"}
+_OF_TABLES = {"query", "eval"}  # methods that do
+_OF_VARIABLES = ("LOAD_GLOBAL", "LOAD_NAME")
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
@@ -252,20 +254,57 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def names_in_texts(code: types.CodeType) -> frozenset[str]:
-    """Returns the names in texts that a code object may run with `eval`.
+    """Returns the names in texts that a code object may run.
 
-    Code objects nested inside it are included.
+    With `eval`, or with methods of pandas: `table.query("age > @LIMIT")`. Code
+    objects nested inside it are included.
     """
     parts = [*nested_code(code)]
-    if all(_EVALUATING.isdisjoint(part.co_names) for part in parts):
+    if any(map(_evaluates, parts)):
+        code_in_text = r".+"
+    elif any(not _OF_TABLES.isdisjoint(part.co_names) for part in parts):
+        code_in_text = r"@[\w.]+"
+    else:
         return frozenset()
     texts = (one for part in parts for one in part.co_consts)
     return frozenset(
         name
         for text in texts
         if isinstance(text, str)
-        for name in re.findall(r"\b[^\W\d]\w*", text)
+        for one in re.findall(code_in_text, text)
+        for name in re.findall(r"\b[^\W\d]\w*", one)
     )
+
+
+def _evaluates(code: types.CodeType) -> bool:
+    """Returns whether code names `eval` or `exec`, but not as an attribute."""
+    return not _EVALUATING.isdisjoint(code.co_names) and any(
+        step.argval in _EVALUATING and step.opname in _OF_VARIABLES
+        for step in instructions(code)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def globals_by_text(code: types.CodeType) -> frozenset[str]:
+    """Returns names of global variables that code may find by a text.
+
+    Code objects nested inside it are included.
+    """
+    parts = [*nested_code(code)]
+    used = {name for part in parts for name in part.co_names}
+    texts = {
+        text
+        for part in parts
+        for text in part.co_consts
+        if isinstance(text, str)
+    }
+    names = names_in_texts(code)
+    if "globals" in used:
+        names |= texts
+    has_own_module = "modules" in used and "__name__" in used
+    if has_own_module or "__main__" in used | texts:
+        names |= names_in(code)
+    return names
 
 
 @functools.lru_cache(maxsize=4096)

@@ -54,10 +54,10 @@ from keras_fastdata._modules import is_main, loaded, packages_of
 from keras_fastdata.memory import (
     by_name,
     delegating,
+    hidden_uses,
     keras_layers,
     lossy_reductions,
     rebuilt_classes,
-    submodules,
     tensors,
 )
 from keras_fastdata.memory.limited_stream import LimitedStream, LimitError
@@ -163,8 +163,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 reduced = rebuilt_classes.completed(obj, reduced)
             elif isinstance(obj, types.FunctionType):
                 slots: dict[str, Any] = reduced[2][1]
+                hidden = hidden_uses.globals_of(obj)
+                slots["__globals__"] = {**hidden, **slots["__globals__"]}
                 more = slots.setdefault("_cloudpickle_submodules", [])
-                more += submodules.of(obj)
+                more += hidden_uses.submodules_of(obj)
                 if obj.__closure__:
                     make, (*args, _), *rest = reduced
                     cells = tuple(map(self._shared, obj.__closure__))

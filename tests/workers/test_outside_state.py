@@ -2686,6 +2686,11 @@ def _by_eval(*_):
     return eval("outside_text.scale")
 
 
+def _by_query(*_):
+    table = pd.DataFrame({"number": [-1, 1]})
+    return table.query("number == @outside_text.scale").number.item()
+
+
 def _by_sys_modules(*_):
     return sys.modules["outside_text"].scale
 
@@ -2700,7 +2705,7 @@ def _of_modules(*_):
 
 _BY_TEXT = (
     *(_by_getattr, _by_vars, _by_dict, _by_function),
-    *(_of_globals, _of_modules, _by_eval, _by_sys_modules),
+    *(_of_globals, _of_modules, _by_eval, _by_query, _by_sys_modules),
 )
 _SETTERS = {
     **dict.fromkeys(

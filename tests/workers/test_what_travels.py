@@ -833,6 +833,62 @@ def test_a_submodule_that_code_inside_a_function_uses_is_imported(
     assert ran.stdout.split() == ["['4',", "'http']"], ran.stderr
 
 
+BY_TEXT_SCRIPT = """
+import sys
+import numpy as np
+import pandas
+from keras_fastdata import FastPyDataset
+
+SIZE = FACTOR = LEAST = 0
+TABLE = pandas.DataFrame({"number": range(5)})
+
+
+class Data(FastPyDataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        by_query = len(TABLE.query("number >= @LEAST"))
+        return np.array(
+            [by_globals(), by_eval(), by_import(), by_modules(), by_query]
+        )
+
+
+def by_globals():
+    return globals().get("SIZE", -1)
+
+
+def by_eval():
+    return eval("FACTOR * 2")
+
+
+def by_import():
+    import __main__
+
+    return __main__.OTHER
+
+
+def by_modules():
+    return getattr(sys.modules[__name__], "LAST", -1)
+
+
+with Data(workers=1, use_multiprocessing=True) as dataset:
+    for number in range(2):
+        SIZE = FACTOR = OTHER = LAST = LEAST = number + 1
+        print(next(iter(dataset)).tolist())
+"""
+
+
+def test_variables_of_a_script_that_code_names_in_a_text_travel(
+    tmp_path, zygote
+):
+    path = tmp_path / "script.py"
+    path.write_text(BY_TEXT_SCRIPT)
+    ran = zygote.run(path)
+    wanted = ["[1, 2, 1, 1, 4]", "[2, 4, 2, 2, 3]"]
+    assert ran.stdout.splitlines() == wanted, ran.stderr
+
+
 @pytest.mark.parametrize("kind", [*MAKERS, *OF_LIBRARIES])
 def test_an_object_with_attributes_arrives_whole(kind):
     thing = (MAKERS | OF_LIBRARIES)[kind]()

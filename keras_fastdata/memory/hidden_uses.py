@@ -1,9 +1,10 @@
-"""Finds the submodules that code uses as attributes of packages.
+"""Finds what a function uses, but cloudpickle does not find.
 
 After `import PIL.Image`, code names the package `PIL` and its attribute
 `Image`. A process that unpickles the code must import `PIL.Image`, too.
 cloudpickle notes these modules, but does not look into functions and
-comprehensions inside a function.
+comprehensions inside a function. Nor does it find global variables that code
+names in a text: `globals()["SIZE"]`, `eval("SIZE")`, `__main__.SIZE`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,20 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from keras_fastdata._modules import names_in
+from keras_fastdata._modules import globals_by_text, names_in
 
 
-def of(function: types.FunctionType) -> list[types.ModuleType]:
+def globals_of(function: types.FunctionType) -> dict[str, Any]:
+    """Returns the global variables that code names in a text."""
+    variables, names = function.__globals__, globals_by_text(function.__code__)
+    return {
+        name: variables[name]
+        for name in sorted(names & variables.keys())
+        if not name.startswith("__")
+    }
+
+
+def submodules_of(function: types.FunctionType) -> list[types.ModuleType]:
     """Returns the imported submodules that code inside a function uses."""
     code = function.__code__
     if not any(isinstance(part, types.CodeType) for part in code.co_consts):
