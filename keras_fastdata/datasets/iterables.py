@@ -6,6 +6,7 @@ Where a library can split its iterable among workers, a pass is over one part.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import threading
 import types
@@ -13,6 +14,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from keras_fastdata._call_stack import ignoring_errors
 from keras_fastdata.building.held_generators import Search
 from keras_fastdata.datasets.columns import tidied
 from keras_fastdata.engine.pool_handle import ForkSafeLock
@@ -71,7 +73,27 @@ class _OfHuggingFace(Passes):
             if Search(self).held:
                 # It shuffles: all parts alike, and each pass anew.
                 part.set_epoch(1 + key % (1 << 31))
+            examples = vars(part).get("_ex_iterable")
+            if count > 1 and examples is not None:
+                vars(part)["_ex_iterable"] = _own_copy(examples)
         return map(tidied, part if count == 1 else _in_turn(part, turn))
+
+
+def _own_copy(examples: Any) -> Any:
+    """Copies the objects in which Hugging Face keeps the place of a pass.
+
+    The parts of a dataset share these where it concatenates or interleaves
+    others, and would lose items.
+    """
+    own = copy.copy(examples)
+    for name, value in list(vars(own).items()):
+        if hasattr(value, "_init_state_dict"):
+            setattr(own, name, _own_copy(value))
+        elif isinstance(value, list) and all(
+            hasattr(item, "_init_state_dict") for item in value
+        ):
+            setattr(own, name, [_own_copy(item) for item in value])
+    return own
 
 
 # By the source of the items, which is not pickled with the dataset.
@@ -112,7 +134,11 @@ class _OfTorch(Passes):
     def begin(self, index: int, count: int, key: int) -> Iterator[Any]:
         if count == 1:
             return super().begin(index, count, key)
-        return map(tidied, self._part(_WorkerInfo(index, count, key, self)))
+        own = self.iterable
+        with ignoring_errors():  # it cannot be copied
+            # Each part sets attributes of its own, as in torch's workers.
+            own = copy.copy(own)
+        return map(tidied, self._part(_WorkerInfo(index, count, key, own)))
 
     def _part(self, info: _WorkerInfo) -> Iterator[Any]:
         iterator = None
@@ -120,7 +146,7 @@ class _OfTorch(Passes):
             with _worker_info.shown(info):
                 try:
                     if iterator is None:
-                        iterator = iter(self.iterable)
+                        iterator = iter(info.dataset)
                     item = next(iterator)
                 except StopIteration:
                     return
@@ -139,13 +165,11 @@ class _OfTorch(Passes):
 class _WorkerInfo:
     """What `torch.utils.data.get_worker_info` returns in a pass."""
 
-    def __init__(
-        self, index: int, count: int, key: int, passes: Passes
-    ) -> None:
+    def __init__(self, index: int, count: int, key: int, dataset: Any) -> None:
         self.was_asked = False
         self.num_workers = count
         self.seed = key + index
-        self.dataset = passes.iterable
+        self.dataset = dataset
         self._index = index
 
     @property

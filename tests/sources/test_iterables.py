@@ -203,6 +203,49 @@ def test_threads_take_turns_with_what_hugging_face_maps():
     assert not any(met)
 
 
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("join", ["concatenate", "interleave"])
+def test_parts_of_joined_hugging_face_streams_share_no_place(join, size):
+    datasets = pytest.importorskip("datasets")
+    distributed = pytest.importorskip("datasets.distributed")
+    streams = [
+        datasets.IterableDataset.from_generator(
+            _numbers, gen_kwargs={"shards": [*range(first, first + 4)]}
+        )
+        for first in (0, 4)
+    ]
+    joined = getattr(datasets, f"{join}_datasets")(streams)
+    joined = joined.map(lambda row: row)
+    wanted = [
+        row["number"]
+        for index in range(3)
+        for row in distributed.split_dataset_by_node(joined, index, 3)
+    ]
+    kwargs = {"num_shards": 3, "columns": "number"}
+    with GeneratorDataset(joined, size, workers=0, **kwargs) as dataset:
+        for _ in range(2):
+            found = [number for x in dataset for number in x.tolist()]
+            assert sorted(found) == sorted(wanted)
+
+
+def test_parts_of_a_torch_stream_have_attributes_of_their_own():
+    torch = pytest.importorskip("torch")
+
+    class Buffered(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            info = torch.utils.data.get_worker_info()
+            self.buffer = []
+            for number in range(info.id, _COUNT, info.num_workers):
+                self.buffer.append(number)
+                if len(self.buffer) == 3:
+                    yield self.buffer.pop(0)
+            yield from self.buffer
+
+    with GeneratorDataset(Buffered(), 2, num_shards=3, workers=0) as dataset:
+        found = [number for x in dataset for number in x.tolist()]
+        assert sorted(found) == [*range(_COUNT)]
+
+
 def test_a_hugging_face_stream_that_waits_stops_no_other_one():
     datasets = pytest.importorskip("datasets")
     asked, gate = threading.Event(), threading.Event()
