@@ -70,13 +70,33 @@ class _OfHuggingFace(Passes):
         turn = _turn_of(self.iterable)
         with turn.own():
             part = split.split_dataset_by_node(self.iterable, index, count)
-            if Search(self).held:
+            examples = getattr(self.iterable, "_ex_iterable", None)
+            if Search(self).held and not _is_split(examples):
                 # It shuffles: all parts alike, and each pass anew.
                 part.set_epoch(1 + key % (1 << 31))
             examples = vars(part).get("_ex_iterable")
             if count > 1 and examples is not None:
                 vars(part)["_ex_iterable"] = _own_copy(examples)
         return map(tidied, part if count == 1 else _in_turn(part, turn))
+
+
+def _is_split(examples: Any, *, is_below: bool = False) -> bool:
+    """Returns whether a part was taken of what is shuffled.
+
+    Another order would have other items in the part, also those of the rest.
+    `is_below`: whether this is what a part was taken of.
+    """
+    name = type(examples).__name__
+    if is_below and "Shuffled" in name:
+        return True
+    is_below |= name.startswith(("Take", "Skip"))
+    below = [
+        getattr(examples, "ex_iterable", None),
+        *getattr(examples, "ex_iterables", ()),
+    ]
+    return any(
+        _is_split(one, is_below=is_below) for one in below if one is not None
+    )
 
 
 def _own_copy(examples: Any) -> Any:

@@ -228,6 +228,28 @@ def test_parts_of_joined_hugging_face_streams_share_no_place(join, size):
             assert sorted(found) == sorted(wanted)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_taken_of_a_shuffled_hugging_face_stream_stays_the_same(count):
+    kwargs = {"columns": "number", "num_shards": count, "workers": 0}
+    shuffled = hugging_face(True)
+    parts = [shuffled.take(8), shuffled.skip(8).shuffle(buffer_size=3)]
+    found = []
+    for part in parts:
+        with GeneratorDataset(part, 4, **kwargs) as dataset:
+            passes = [np.concatenate([*dataset]).tolist() for _ in range(2)]
+        assert set(passes[0]) == set(passes[1])
+        found += passes[0]
+    assert sorted(found) == [*range(_COUNT)]
+
+
+def test_what_shuffles_a_part_of_a_hugging_face_stream_has_other_orders():
+    part = hugging_face().take(12).shuffle(seed=1, buffer_size=12)
+    with GeneratorDataset(part, 12, columns="number", workers=0) as dataset:
+        (one,), (other,) = list(dataset), list(dataset)
+    assert sorted(one) == sorted(other)
+    assert one.tolist() != other.tolist()
+
+
 def test_parts_of_a_torch_stream_have_attributes_of_their_own():
     torch = pytest.importorskip("torch")
 
