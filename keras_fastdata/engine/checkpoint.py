@@ -8,6 +8,7 @@ import logging
 from keras_fastdata.building import interface
 from keras_fastdata.building.interface import Dataset
 from keras_fastdata.building.referred_names import attributes_changed_by_builds
+from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.engine.autotune import SettingsInEffect
 from keras_fastdata.engine.epoch import Epoch
 from keras_fastdata.engine.hook_replay import HookReplay
@@ -134,5 +135,10 @@ def _warn_of_what_builds_change(dataset: Dataset, name: str) -> None:
             "have what they have changed. If batches depend on it, they differ "
             "from those of a training that was not interrupted.",
             name,
-            ", ".join(f"`self.{each}`" for each in kept),
+            ", ".join(
+                "what it was given"
+                if each.startswith(PRIVATE)
+                else f"`self.{each}`"
+                for each in kept
+            ),
         )

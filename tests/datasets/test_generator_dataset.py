@@ -775,3 +775,25 @@ def test_where_the_length_is_known_an_early_end_is_an_error(place):
         pytest.raises(EndOfData),
     ):
         list(dataset)
+
+
+class _Counts:
+    """An iterable that counts its passes."""
+
+    def __init__(self):
+        self.passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        return iter(range(8))
+
+
+def test_a_resumed_stream_tells_that_builds_change_its_iterable(caplog):
+    with GeneratorDataset(_Counts(), 2, workers=0) as dataset:
+        next(iter(dataset))
+        state = dataset.state_dict()
+    with GeneratorDataset(_Counts(), 2, workers=0) as dataset:
+        dataset.load_state_dict(state)
+        list(dataset)
+    assert "Its builds change what it was given, and" in caplog.text
+    assert "self._fastdata" not in caplog.text
