@@ -285,29 +285,6 @@ def _evaluates(code: types.CodeType) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def globals_by_text(code: types.CodeType) -> frozenset[str]:
-    """Returns names of global variables that code may find by a text.
-
-    Code objects nested inside it are included.
-    """
-    parts = [*nested_code(code)]
-    used = {name for part in parts for name in part.co_names}
-    texts = {
-        text
-        for part in parts
-        for text in part.co_consts
-        if isinstance(text, str)
-    }
-    names = names_in_texts(code)
-    if "globals" in used:
-        names |= texts
-    has_own_module = "modules" in used and "__name__" in used
-    if has_own_module or "__main__" in used | texts:
-        names |= names_in(code)
-    return names
-
-
-@functools.lru_cache(maxsize=4096)
 def has_with(code: types.CodeType) -> bool:
     """Returns whether a code object has a `with` statement."""
     return any(

@@ -50,9 +50,7 @@ from keras_fastdata.building.attributes import (
     slots_of,
 )
 from keras_fastdata.building.cached_functions import calls_of, runs_of
-from keras_fastdata.building.code_names import (
-    names_of,
-)
+from keras_fastdata.building.code_names import names_of
 from keras_fastdata.building.held_modules import (
     HeldModules,
     count_among,

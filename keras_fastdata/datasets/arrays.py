@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -98,11 +98,8 @@ class ArrayDataset(SampledDataset):
             **kwargs,
         )
         take_transform(self, transform)
-        if sample_weight is not None and y is None:
-            raise ValueError("`sample_weight` needs `y`.")
         given = zip(_PARTS, (x, y, sample_weight), strict=True)
-        arrays = (_usable_part(*one) for one in given)
-        self.arrays = tuple(part for part in arrays if part is not None)
+        self.arrays = _arrays_of(_usable_part(*one) for one in given)
         _count_of(self.arrays)
 
     x = overridable_property(lambda self: _part_of(self, 0))
@@ -149,20 +146,25 @@ def _replaced(
     """Returns the arrays with another part under a name; `None` removes it."""
     parts = [*arrays, None, None][: len(_PARTS)]
     parts[_PARTS.index(name)] = _usable_part(name, value)
-    if parts[2] is not None and parts[1] is None:
+    return _arrays_of(parts)
+
+
+def _arrays_of(parts: Iterable[Any]) -> tuple[Any, ...]:
+    """Returns `x`, `y` and `sample_weight`, without those that are `None`."""
+    x, y, sample_weight = parts
+    if sample_weight is not None and y is None:
         raise ValueError("`sample_weight` needs `y`.")
-    return tuple(part for part in parts if part is not None)
+    return tuple(part for part in (x, y, sample_weight) if part is not None)
 
 
 def _count_of(arrays: tuple[Any, ...]) -> int:
     """Returns how many rows all arrays have."""
     lengths: dict[int, str] = {}  # to the argument that has it first
     for name, part in zip(_PARTS, arrays, strict=False):
-
-        def note(leaf: Any, name: str = name) -> None:
+        leaves: list[Any] = []
+        map_leaves(leaves.append, part)
+        for leaf in leaves:
             lengths.setdefault(leaf.shape[0], name)
-
-        map_leaves(note, part)
     if len(lengths) != 1:
         listed = ", ".join(
             f"{count} in `{name}`" for count, name in lengths.items()

@@ -90,13 +90,10 @@ def _is_split(examples: Any, *, is_below: bool = False) -> bool:
     if is_below and "Shuffled" in name:
         return True
     is_below |= name.startswith(("Take", "Skip"))
-    below = [
-        getattr(examples, "ex_iterable", None),
-        *getattr(examples, "ex_iterables", ()),
-    ]
-    return any(
-        _is_split(one, is_below=is_below) for one in below if one is not None
-    )
+    below = [*getattr(examples, "ex_iterables", ())]
+    if hasattr(examples, "ex_iterable"):
+        below.append(examples.ex_iterable)
+    return any(_is_split(one, is_below=is_below) for one in below)
 
 
 def _own_copy(examples: Any) -> Any:
@@ -106,13 +103,11 @@ def _own_copy(examples: Any) -> Any:
     others, and would lose items.
     """
     own = copy.copy(examples)
-    for name, value in list(vars(own).items()):
-        if hasattr(value, "_init_state_dict"):
-            setattr(own, name, _own_copy(value))
-        elif isinstance(value, list) and all(
-            hasattr(item, "_init_state_dict") for item in value
-        ):
-            setattr(own, name, [_own_copy(item) for item in value])
+    for name, below in vars(own).items():
+        if name == "ex_iterable":
+            own.ex_iterable = _own_copy(below)
+        elif name == "ex_iterables":
+            own.ex_iterables = [_own_copy(one) for one in below]
     return own
 
 

@@ -38,10 +38,9 @@ class _CodeFacts(NamedTuple):
     name: str  # by which code calls it
     used: frozenset[str]  # names of variables and attributes
     changed: frozenset[str]  # names of what it changes in variables
-    # Those of what it changes in objects that are no modules.
-    changed_in_objects: frozenset[str] = frozenset()
-    # Those of what a method changes in its object or its class.
-    changed_own: frozenset[str] = frozenset()
+    # Those of what it changes in objects that are no modules, as a method does
+    # in its object or its class.
+    changed_in_objects: frozenset[str]
 
     @property
     def is_run(self) -> bool:
@@ -90,7 +89,7 @@ class ImportChanges:
                 waiting += uncalled.pop(name, ())
         for part in waiting[bodies:]:
             self._by_functions |= part.changed
-            self._in_objects |= part.changed_in_objects | part.changed_own
+            self._in_objects |= part.changed_in_objects
 
     def has(self, module: str, path: Path) -> bool:
         """Returns whether imports change a variable, or what is in there.
@@ -124,7 +123,7 @@ def facts_of(name: str) -> _ModuleFacts:
     except Exception as error:
         raise_of_handler(error)
         # It has no code, or somebody has edited the file.
-        nothing = _CodeFacts("", frozenset(), frozenset())
+        nothing = _CodeFacts("", frozenset(), frozenset(), frozenset())
         found = _ModuleFacts(spec, frozenset(), (), nothing, [])
     _known[name] = found
     return found
@@ -140,28 +139,35 @@ def _read(
         for one in body.co_consts
         if isinstance(one, types.CodeType) and _is_function(one)
     ]
-    changed: set[str] = set()
-    in_objects: set[str] = set()
-    for target in changes_of(bodies):
-        is_in_object = _is_in_object(target, held)
-        (in_objects if is_in_object else changed).add(target.names[-1])
-    body = _CodeFacts(
-        "", _used_by(bodies), frozenset(changed), frozenset(in_objects)
-    )
+    changed = _changed_names(changes_of(bodies), held)
     return _ModuleFacts(
         spec,
         names_in(code),
         imported_names(code, held.get("__package__")),
-        body,
+        _CodeFacts("", _used_by(bodies), *changed),
         functions,
     )
 
 
-def _is_in_object(target: Target, held: dict[str, Any]) -> bool:
-    """Returns whether a target is surely in an object that is no module.
+def _changed_names(
+    targets: Iterable[Target], held: dict[str, Any]
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Returns the names of changed variables, and of those in objects.
 
-    `held` has the variables of the module whose code names the target.
+    `held` has the variables of the module whose code names the targets.
     """
+    variables: set[str] = set()
+    in_objects: set[str] = set()
+    for target in targets:
+        is_in_object = _is_in_object(target, held)
+        (in_objects if is_in_object else variables).add(target.names[-1])
+    return frozenset(variables), frozenset(in_objects)
+
+
+def _is_in_object(target: Target, held: dict[str, Any]) -> bool:
+    """Returns whether a target is surely in an object that is no module."""
+    if target.root in (Root.SELF, Root.CLASS):
+        return True
     first, *others = target.names
     if target.root is not Root.GLOBAL or not others or first not in held:
         return False
@@ -181,22 +187,12 @@ def _function(code: types.CodeType, held: dict[str, Any]) -> _CodeFacts:
     name, is_making = code.co_name, code.co_name in MAKING
     if is_making:  # who names the class calls it
         name = code.co_qualname.split(".")[-2:][0]
-    changed: set[str] = set()
-    in_objects: set[str] = set()
-    changed_own: set[str] = set()
-    for target in changes_of(codes):
-        if target.root not in (Root.SELF, Root.CLASS):
-            is_in_object = _is_in_object(target, held)
-            (in_objects if is_in_object else changed).add(target.names[-1])
-        elif not (is_making and target.root is Root.SELF):
-            changed_own.add(target.names[-1])
-    return _CodeFacts(
-        name,
-        _used_by(codes),
-        frozenset(changed),
-        frozenset(in_objects),
-        frozenset(changed_own),
+    targets = (
+        target
+        for target in changes_of(codes)
+        if not (is_making and target.root is Root.SELF)
     )
+    return _CodeFacts(name, _used_by(codes), *_changed_names(targets, held))
 
 
 def _used_by(codes: list[types.CodeType]) -> frozenset[str]:

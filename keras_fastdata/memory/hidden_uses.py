@@ -10,17 +10,26 @@ names in a text: `globals()["SIZE"]`, `eval("SIZE")`, `__main__.SIZE`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
-from keras_fastdata._modules import globals_by_text, names_in
+from keras_fastdata._modules import names_in, names_in_texts, nested_code
 
 
-def globals_of(function: types.FunctionType) -> dict[str, Any]:
+def add(function: types.FunctionType, state: dict[str, Any]) -> None:
+    """Adds what a function uses to the state that cloudpickle made of it."""
+    hidden = _globals_of(function)
+    state["__globals__"] = {**hidden, **state["__globals__"]}
+    modules = state.setdefault("_cloudpickle_submodules", [])
+    modules += _submodules_of(function)
+
+
+def _globals_of(function: types.FunctionType) -> dict[str, Any]:
     """Returns the global variables that code names in a text."""
-    variables, names = function.__globals__, globals_by_text(function.__code__)
+    variables, names = function.__globals__, _names_by_text(function.__code__)
     return {
         name: variables[name]
         for name in sorted(names & variables.keys())
@@ -28,7 +37,30 @@ def globals_of(function: types.FunctionType) -> dict[str, Any]:
     }
 
 
-def submodules_of(function: types.FunctionType) -> list[types.ModuleType]:
+@functools.lru_cache(maxsize=4096)
+def _names_by_text(code: types.CodeType) -> frozenset[str]:
+    """Returns names of global variables that code may find by a text.
+
+    Code objects nested inside it are included.
+    """
+    parts = [*nested_code(code)]
+    used = {name for part in parts for name in part.co_names}
+    texts = {
+        text
+        for part in parts
+        for text in part.co_consts
+        if isinstance(text, str)
+    }
+    names = names_in_texts(code)
+    if "globals" in used:
+        names |= texts
+    has_own_module = "modules" in used and "__name__" in used
+    if has_own_module or "__main__" in used | texts:
+        names |= names_in(code)
+    return names
+
+
+def _submodules_of(function: types.FunctionType) -> list[types.ModuleType]:
     """Returns the imported submodules that code inside a function uses."""
     code = function.__code__
     if not any(isinstance(part, types.CodeType) for part in code.co_consts):
@@ -39,6 +71,8 @@ def submodules_of(function: types.FunctionType) -> list[types.ModuleType]:
         for held in _held_by(function, names)
         if isinstance(held, types.ModuleType)
     }
+    if not packages:
+        return []
     found = {
         name: module
         for name, module in sys.modules.copy().items()

@@ -162,11 +162,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if isinstance(obj, type):
                 reduced = rebuilt_classes.completed(obj, reduced)
             elif isinstance(obj, types.FunctionType):
-                slots: dict[str, Any] = reduced[2][1]
-                hidden = hidden_uses.globals_of(obj)
-                slots["__globals__"] = {**hidden, **slots["__globals__"]}
-                more = slots.setdefault("_cloudpickle_submodules", [])
-                more += hidden_uses.submodules_of(obj)
+                hidden_uses.add(obj, reduced[2][1])
                 if obj.__closure__:
                     make, (*args, _), *rest = reduced
                     cells = tuple(map(self._shared, obj.__closure__))
