@@ -159,7 +159,8 @@ class BatchIterator(Iterator[Any]):
     @property
     def is_read_only(self) -> bool:
         """Whether the latest batch is read-only."""
-        return self._epoch.is_from_cache or self._loader.lends_read_only
+        kind = self._loader.settings.kind
+        return self._epoch.is_from_cache or kind.lends_read_only
 
     def take_skipped(self) -> dict[int, str]:
         """Returns the tracebacks of batches skipped since the last call.

@@ -54,6 +54,7 @@ class Pending(NamedTuple):
     epoch: Epoch
     key: int
     queued_s: float
+    is_taken_over: bool = False  # whether another epoch has made the request
 
 
 class Completed(NamedTuple):

@@ -31,6 +31,7 @@ from keras_fastdata.engine.epoch import Epoch, Finish
 from keras_fastdata.engine.fallback import Fallback
 from keras_fastdata.engine.fetcher import NEW, Fetch, Fetcher
 from keras_fastdata.engine.hook_replay import Changes, HookReplay
+from keras_fastdata.engine.long_waits import LongWaits
 from keras_fastdata.engine.open_epochs import OpenEpochs
 from keras_fastdata.engine.outside_state import Change
 from keras_fastdata.engine.pausing import Pausing
@@ -82,6 +83,7 @@ class Loader:
             reference, name, self._in_effect, self._planner, self._position
         )
         self._pool = PoolHandle(reference, name, self._prefetcher)
+        self._waits = LongWaits(self._prefetcher)
         self.pausing = Pausing(self._pool, self._prefetcher)
         self.hooks = HookReplay(
             dataset, self._planner, self._position, self.changes
@@ -137,11 +139,6 @@ class Loader:
     def settings(self) -> Settings:
         """The constructor arguments that are currently in effect."""
         return self._in_effect.now
-
-    @property
-    def lends_read_only(self) -> bool:
-        """Whether batches are views of read-only memory."""
-        return self.settings.kind.lends_read_only
 
     def length(self, dataset: Dataset) -> int | None:
         """Returns the number of batches per epoch in this process's shard."""
@@ -318,6 +315,7 @@ class Loader:
         if not epoch.has_begun:
             self._begin(epoch, dataset, workers)
         self._planner.ensure_order(epoch, dataset)
+        self._waits.look(workers, epoch, fetch)
         return workers
 
     def _change(self, outside: Change) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Collection
 from typing import Any
 
 from keras_fastdata.engine.autotune import SettingsInEffect
@@ -170,6 +171,22 @@ class Prefetcher:
         for done in workers.collect():
             self._complete(workers, done)
 
+    def withdraw(
+        self, workers: WorkerPool, epoch: Epoch, awaited: Collection[Epoch]
+    ) -> None:
+        """Takes back what may keep the workers from the batches of `epoch`.
+
+        These are requests of epochs that are not `awaited`, and a request that
+        `epoch` has taken over.
+        """
+        keep = (*awaited, epoch, epoch.next_epoch)
+        for other in self._open_epochs:
+            if other not in keep:
+                self._cancel(workers, other, list(other.waiting))
+        waiting, pending = epoch.waiting, self._pending
+        taken = [k for k in waiting if pending[waiting[k]].is_taken_over]
+        self._cancel(workers, epoch, taken)
+
     def forget(self, workers: WorkerPool | None, epoch: Epoch) -> None:
         """Cancels the requests of an epoch, and drops the epoch's results."""
         if epoch.waiting and workers is not None:
@@ -258,7 +275,7 @@ class Prefetcher:
         if place in other.waiting:
             epoch.waiting[key] = other.waiting.pop(place)
             self._pending[request_id] = Pending(
-                epoch, key, self._pending[request_id].queued_s
+                epoch, key, self._pending[request_id].queued_s, True
             )
         else:
             epoch.ready[key] = other.ready.pop(place)
@@ -273,13 +290,20 @@ class Prefetcher:
             self.forget(workers, epoch.next_epoch)
         end = epoch.position + allowed
         late = [key for key in epoch.waiting if key >= end]
-        workers.cancel([epoch.waiting[key] for key in late])
-        for key in late:
+        self._cancel(workers, epoch, late)
+
+    def _cancel(
+        self, workers: WorkerPool, epoch: Epoch, keys: Collection[int]
+    ) -> None:
+        """Cancels requests, which the epoch issues again when it needs them."""
+        if keys:
+            workers.cancel([epoch.waiting[key] for key in keys])
+        for key in keys:
             del self._pending[epoch.waiting.pop(key)]
             epoch.issue_again_from(key)
 
     def _complete(self, workers: WorkerPool, done: BatchResult) -> None:
-        epoch, key, queued_s = self._pending.pop(done.request_id)
+        epoch, key, queued_s, _ = self._pending.pop(done.request_id)
         del epoch.waiting[key]
         epoch.ready[key] = Completed(done, queued_s)
         if done.nbytes > self._largest:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import time
+
 from keras_fastdata.engine.epoch import Epoch
 from keras_fastdata.metrics import formatting
 from keras_fastdata.metrics.notice import LoadedPackages, Notice
 from keras_fastdata.workers.base import WorkerPool
 from keras_fastdata.workers.inline import InlinePool
+
+_LONG_S = 5.0
 
 
 class BatchWait:
@@ -14,9 +19,17 @@ class BatchWait:
 
     def __init__(self, dataset: str, epoch: Epoch) -> None:
         self._dataset = dataset
-        self._epoch = epoch
+        self.epoch = epoch
         self._notice = Notice(shows=not epoch.is_quiet)
         self._packages = LoadedPackages()
+        self._long_s = time.monotonic() + _LONG_S  # when it becomes long
+
+    def becomes_long(self) -> bool:
+        """Returns whether the wait has become long since the last call."""
+        has_become_long = time.monotonic() >= self._long_s
+        if has_become_long:
+            self._long_s = math.inf
+        return has_become_long
 
     def look(self, workers: WorkerPool, keeps: bool) -> None:
         """Shows or updates the notice, if the wait has become long.
@@ -32,7 +45,7 @@ class BatchWait:
         self._notice.end()
 
     def _text(self, workers: WorkerPool, keeps: bool) -> str:
-        stats, epoch = workers.pool_stats(), self._epoch
+        stats, epoch = workers.pool_stats(), self.epoch
         if stats.starting and stats.starting >= len(stats.pids):
             package = stats.importing or self._packages.latest(
                 stats.pids.values()

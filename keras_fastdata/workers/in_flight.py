@@ -244,6 +244,10 @@ class InFlight:
         task = self._sent.get(task_id) or self._cancelled.get(task_id)
         return task.request if task else None
 
+    def is_wanted(self, task_id: int) -> bool:
+        """Returns whether an outstanding task's batch is still wanted."""
+        return task_id not in self._cancelled
+
     def oldest_unclaimed(self, heartbeats: Collection[int]) -> int | None:
         """Returns the lowest id of a sent task that is not in `heartbeats`."""
         unclaimed = (i for i in self._sent if i not in heartbeats)

@@ -207,11 +207,22 @@ class SlotChannel(Transport[W], Generic[W]):
             request = self.in_flight.request_of(heartbeat)
             if not worker.is_ready:
                 what = loading(name, worker.name)
-                elapsed_s = now_s - worker.started_s
-                yield Activity(index, what, None, elapsed_s, ask, starting=True)
+                elapsed_s, is_wanted = (
+                    now_s - worker.started_s,
+                    worker.is_wanted,
+                )
+                yield Activity(
+                    *(index, what, None, elapsed_s, ask),
+                    starting=True,
+                    is_wanted=is_wanted,
+                )
             elif request is not None and began_s:
                 what = building(name, request, worker.name)
-                yield Activity(index, what, request, now_s - began_s, ask)
+                is_wanted = self.in_flight.is_wanted(heartbeat)
+                yield Activity(
+                    *(index, what, request, now_s - began_s, ask),
+                    is_wanted=is_wanted,
+                )
             elif (
                 idle_s := worker.look_for_idle_s(unclaimed(worker), now_s)
             ) > 0:

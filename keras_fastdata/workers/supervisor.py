@@ -65,6 +65,8 @@ class Worker:
     # The activity that took too long, if the worker was killed.
     expired: Expired | None = None
     killed_s: float = 0.0  # time of the kill, by `time.monotonic`, or 0
+    # Whether somebody still waits for what it was started for.
+    is_wanted: bool = True
 
     @property
     def pid(self) -> int:
@@ -93,6 +95,10 @@ class Worker:
         """Records that the dataset is loaded, unless the worker was killed."""
         if self.state is WorkerState.STARTING:
             self.move(WorkerState.READY)
+
+    def lose_consumer(self) -> None:
+        """Records that nobody waits any more for what it was started for."""
+        self.is_wanted = False
 
     def mark_killed(self, expired: Expired, now_s: float) -> None:
         """Marks the worker as killed, and stores the reason and the time."""
@@ -206,7 +212,9 @@ class Supervisor(Generic[W]):
         """
         starting = worker.state is WorkerState.STARTING
         self.remove(worker, state)
-        self.policy.record(worker.index, worker.pid, counts=end.counts)
+        expired = worker.expired
+        counts = end.counts and (not expired or expired.activity.is_wanted)
+        self.policy.record(worker.index, worker.pid, counts=counts)
         held = self._transport.recover(worker)
         if end.blames:
             for task in held:
@@ -235,6 +243,15 @@ class Supervisor(Generic[W]):
         return [
             LocalResult(suspect.request.request_id, worker.index, error=error)
         ]
+
+    def note_cancel(self) -> None:
+        """Records that requests are cancelled.
+
+        Before any worker is ready, it takes their consumer from all of them.
+        """
+        if not any(worker.is_ready for worker in self._workers.values()):
+            for worker in self._workers.values():
+                worker.lose_consumer()
 
     def remove(self, worker: W, state: WorkerState) -> None:
         """Removes a worker that has ended, or is abandoned."""
@@ -296,6 +313,9 @@ class SupervisedPool(WorkerPool, Generic[W]):
         self._flush()
         self._receiver.hand_on()
         return done
+
+    def cancel(self, request_ids: Iterable[int]) -> None:
+        self._supervisor.note_cancel()
 
     @property
     def starting(self) -> int:

@@ -13,6 +13,7 @@ import collections
 import contextlib
 import contextvars
 import functools
+import logging
 import os
 import queue
 import threading
@@ -41,6 +42,8 @@ from keras_fastdata.workers.watchdog import (
 )
 
 _CLOSE_TIMEOUT_S = 5.0  # what a batch being built gets to end
+
+_log = logging.getLogger("keras_fastdata")
 
 
 class ThreadPool(WorkerPool):
@@ -156,7 +159,10 @@ class ThreadPool(WorkerPool):
         return thread
 
     def _look_at_threads(self) -> list[LocalResult]:
-        """Replaces overdue threads, and returns their errors as results."""
+        """Replaces overdue threads, and returns their errors as results.
+
+        A thread whose batch nobody waits for is replaced with a warning.
+        """
         activities = [
             w for t in self._threads if (w := t.activity()) is not None
         ]
@@ -164,17 +170,25 @@ class ThreadPool(WorkerPool):
         for expired in self._watchdog.look(activities):
             activity = expired.activity
             worker, request = activity.worker, activity.request
-            if not self._threads[worker].abandon_if_at(request):
+            lost = self._threads[worker].abandon_if_at(request)
+            if lost is None:
                 continue  # it has finished after all, a moment ago
             self._threads[worker] = self._start(worker)
-            self._given -= request is not None
-            if request is not None and request.request_id in self._cancelled:
-                self._cancelled.discard(request.request_id)
-                continue  # nobody waits for it
-            error = BatchTimeoutError(
+            self._given -= 1
+            text = (
                 f"{expired.text} A thread cannot be stopped: this one goes "
-                "on, and holds whatever it holds. A worker process would have "
-                "been replaced (`use_multiprocessing=True`). It was here:\n"
+                "on, and holds whatever it holds."
+            )
+            if lost.request_id in self._cancelled:
+                self._cancelled.discard(lost.request_id)
+                _log.warning(
+                    "%s Another thread takes its place. It was here:\n%s",
+                    *(text, expired.stack),
+                )
+                continue
+            error = BatchTimeoutError(
+                f"{text} A worker process would have been replaced "
+                "(`use_multiprocessing=True`). It was here:\n"
                 f"{expired.stack}",
                 dataset=self._dataset,
                 worker=worker,
@@ -304,23 +318,28 @@ class _Thread(threading.Thread):
             time.monotonic() - began,
             functools.partial(stack_dump.of_thread, self.ident or 0),
             starting,
+            request.request_id not in self._cancelled,
         )
 
-    def abandon_if_at(self, request: BatchRequest | None) -> bool:
+    def abandon_if_at(
+        self, request: BatchRequest | None
+    ) -> BatchRequest | None:
         """Abandons the thread if it still works on `request`.
 
-        `None` stands for `on_worker_start`. Returns whether it is abandoned.
+        `None` stands for `on_worker_start`. Returns the request that it has
+        had, or `None` if it is not abandoned.
         """
         with self._lock:
-            if request is None:
-                self._given_up = self._starting
-            elif self._assigned is not None:
-                self._given_up = self._assigned[0] is request
-            given_up = self._given_up
-        if given_up:
-            self._builder.forget(self.ident or 0)
-            forks.forget(self.ident or 0)
-        return given_up
+            if self._assigned is None:
+                return None
+            assigned, _ = self._assigned
+            at = None if self._starting else assigned
+            if at is not request:
+                return None
+            self._given_up = True
+        self._builder.forget(self.ident or 0)
+        forks.forget(self.ident or 0)
+        return assigned
 
     def abandon(self) -> None:
         """Abandons the thread, which then ends without `on_worker_stop`."""

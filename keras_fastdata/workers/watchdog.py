@@ -1,8 +1,11 @@
 """Detects work that takes too long, and reports where it is stuck.
 
-With a timeout, work that has had its time is to be replaced. Without one, a
-user who waits deserves to know for what: work that takes far longer than any
-before is reported once, and again only when it has moved to another place.
+With a timeout, a worker whose work has had its time is to be replaced. Without
+one, a user who waits deserves to know for what: work that takes far longer than
+any before is reported once, and again only when it has moved to another place.
+
+Work that nobody waits for any more, as after Ctrl-C, keeps its worker from the
+work that somebody waits for. It has limits without a timeout, too.
 """
 
 from __future__ import annotations
@@ -20,6 +23,10 @@ START_TIMEOUT_S = 60.0  # to load a dataset and open its files, at least
 _LEAST_LIMIT_S = 30.0
 _FIRST_LIMIT_S = 60.0  # while there is nothing to compare with
 _FAR_BEYOND = 10  # times the slowest batch so far
+# The same limits, for work that nobody waits for.
+_LEAST_UNWANTED_S = 10.0
+_FIRST_UNWANTED_S = 30.0
+_START_UNWANTED_S = 120.0
 _INTERVAL_S = 0.25
 _LATE_S = 1.0  # if a look is later than this, earlier time does not count
 
@@ -37,6 +44,7 @@ class Activity:
     elapsed_s: float  # how long it has been at it
     stack: Callable[[], str]  # finds out where it is; may take a second
     starting: bool = False  # whether it is still loading the dataset
+    is_wanted: bool = True  # whether somebody waits for its result
 
 
 def building(dataset: str, request: BatchRequest, worker: str) -> str:
@@ -102,31 +110,43 @@ class Watchdog:
         return True
 
     def look(self, activities: Iterable[Activity]) -> list[Expired]:
-        """Returns the activities that exceed the timeout.
+        """Returns the activities that exceed their limit.
 
-        Without a timeout, logs a warning about slow activities instead. If a
-        look came much too late, because the program was suspended or the
-        consumer was busy, only the time since that look counts.
+        Those that have none are reported if they are slow. If a look came much
+        too late, because the program was suspended or the consumer was busy,
+        only the time since that look counts.
         """
         expired = []
         watched_s = time.monotonic() - self._watched_since_s
         for activity in activities:
             counted_s = min(activity.elapsed_s, watched_s)
-            if self._timeout_s is None:
-                self._warn_if_slow(activity, counted_s)
-                continue
-            limit_s = self._timeout_s
-            limit = f"`batch_timeout={limit_s:g}`"
-            if activity.starting and limit_s < START_TIMEOUT_S:
-                limit_s = START_TIMEOUT_S
-                limit = f"the {START_TIMEOUT_S:g} s that a start may take"
+            limit_s, why = self._limit(activity)
             if counted_s > limit_s:
                 text = (
                     f"{activity.what} has taken {activity.elapsed_s:.3g} s, "
-                    f"more than {limit}."
+                    f"{why}."
                 )
                 expired.append(Expired(activity, activity.stack(), text))
+            elif limit_s == math.inf:
+                self._warn_if_slow(activity, counted_s)
         return expired
+
+    def _limit(self, activity: Activity) -> tuple[float, str]:
+        """Returns the seconds that an activity may take, and why no more."""
+        limit_s, starting = self._timeout_s, activity.starting
+        if limit_s is not None:
+            if starting and limit_s < START_TIMEOUT_S:
+                may_take = f"the {START_TIMEOUT_S:g} s that a start may take"
+                return START_TIMEOUT_S, f"more than {may_take}"
+            return limit_s, f"more than `batch_timeout={limit_s:g}`"
+        if activity.is_wanted:
+            return math.inf, ""
+        limit_s = max(_LEAST_UNWANTED_S, _FAR_BEYOND * self.slowest_s)
+        if not self.slowest_s:
+            limit_s = _FIRST_UNWANTED_S
+        if starting:
+            limit_s = _START_UNWANTED_S
+        return limit_s, "and nobody waits for it any more"
 
     def _warn_if_slow(self, activity: Activity, counted_s: float) -> None:
         slowest = 0.0 if activity.starting else self.slowest_s

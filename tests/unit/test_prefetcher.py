@@ -100,6 +100,36 @@ def test_epochs_share_requests_only_while_the_cache_keeps_the_batches(
                 assert case.pool.out[request_id].epoch == epoch.number
 
 
+def test_requests_that_nobody_waits_for_are_withdrawn_and_come_again():
+    case = _Case(workers=2, max_queue_size=5)
+    left, awaited, epoch = case.epoch(0, 3), case.epoch(1, 3), case.epoch(2, 3)
+    for each in (left, awaited, epoch):
+        case.fill(each)
+    case.build(0)  # of `left`
+    case.drain()
+    case.prefetcher.withdraw(case.pool, epoch, [awaited])
+    assert {request.epoch for request in case.pool.out.values()} == {1, 2}
+    assert set(left.ready) == {0}
+    left.pass_position()
+    case.fill(left)
+    assert sorted(left.waiting) == [1, 2]
+
+
+def test_a_request_that_was_taken_over_is_withdrawn_with_the_others():
+    case = _Case(workers=2, max_queue_size=5, cache="memory")
+    first, second = case.epoch(0, 1), case.epoch(1, 1)
+    for epoch in (first, second):
+        case.fill(epoch, _EmptyCache(keeps_all=True))
+    (taken_over,) = case.pool.out
+    case.prefetcher.withdraw(case.pool, second, [])
+    assert not case.pool.out
+    case.fill(second, _EmptyCache(keeps_all=True))
+    assert list(second.waiting.values()) != [taken_over]
+    case.build(0)
+    case.drain()
+    assert set(second.ready) == {0}
+
+
 def test_the_end_of_the_schedule_is_told():
     case = _Case(workers=2, max_queue_size=5)
     epoch = case.epoch(0, 2)

@@ -67,6 +67,7 @@ class FakeWorker(Worker):
 
     tasks: list = dataclasses.field(default_factory=list)
     is_late: bool = False
+    builds_for_somebody: bool = True
     was_killed: bool = False
 
     @property
@@ -94,7 +95,9 @@ class FakeTransport:
             if worker.state is not WorkerState.KILLED and worker.is_late:
                 request = worker.tasks[0].request if worker.tasks else None
                 yield Activity(
-                    index, "A batch", request, 1e3, str, not worker.is_ready
+                    *(index, "A batch", request, 1e3, str),
+                    starting=not worker.is_ready,
+                    is_wanted=worker.builds_for_somebody,
                 )
 
     def has_moved_on(self, worker):
@@ -266,6 +269,42 @@ def test_a_worker_whose_time_is_up_is_killed_and_then_replaced(pool, caplog):
     pool.end(exit_code=-9)
     assert worker.state is WorkerState.EXITED
     assert "A batch has taken 1e+03 s" in caplog.text
+
+
+def test_a_worker_at_what_nobody_wants_is_replaced_and_uses_up_no_restart(
+    monkeypatch, caplog
+):
+    pool = Pool(count=1, restarts=0, batch_timeout=None)
+    monkeypatch.setattr(supervisor, "time", pool.clock)
+    pool.make_ready()
+    pool.submit(1)
+    worker = pool.workers[0]
+    worker.is_late = True
+    assert pool.supervisor.look() == []
+    assert not worker.was_killed
+    worker.builds_for_somebody = False
+    pool.supervisor.look()
+    assert worker.was_killed
+    assert pool.end(exit_code=-9) == []
+    pool.supervisor.start_missing()
+    assert pool.workers
+    assert "and nobody waits for it any more. The worker is replaced" in (
+        caplog.text
+    )
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_a_start_is_wanted_until_all_it_was_for_is_cancelled(is_ready):
+    pool = Pool(count=2)
+    pool.supervisor.start_missing()
+    first, second = pool.workers.values()
+    if is_ready:
+        second.loaded()
+    pool.supervisor.note_cancel()
+    assert first.is_wanted == is_ready
+    pool.end(0)
+    pool.supervisor.start_missing()
+    assert pool.workers[0].is_wanted
 
 
 def test_a_worker_that_has_moved_on_is_not_killed(pool):

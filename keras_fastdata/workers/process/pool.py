@@ -104,6 +104,7 @@ class ProcessPool(supervisor.SupervisedPool[W]):
 
     def cancel(self, request_ids: Iterable[int]) -> None:
         gone = set(request_ids)
+        super().cancel(gone)
         if self._in_flight.is_out(gone):
             self._unqueue()
             self._in_flight.cancel(gone)

@@ -372,13 +372,16 @@ class Actors:
                 what = loading(name, worker.name)
                 since_s = worker.started_s
                 yield Activity(
-                    index, what, None, now_s - since_s, ask, starting=True
+                    *(index, what, None, now_s - since_s, ask),
+                    starting=True,
+                    is_wanted=worker.is_wanted,
                 )
             elif worker.assigned:
-                request = worker.assigned[0].task.request
-                what = building(name, request, worker.name)
+                task, _ = worker.assigned[0]
+                what = building(name, task.request, worker.name)
                 yield Activity(
-                    index, what, request, now_s - worker.began_s, ask
+                    *(index, what, task.request, now_s - worker.began_s, ask),
+                    is_wanted=self.in_flight.is_wanted(task.task_id),
                 )
 
     def _answered(self) -> set[int]:

@@ -111,6 +111,7 @@ class RayPool(SupervisedPool[RayWorker]):
         return super().collect()
 
     def cancel(self, request_ids: Iterable[int]) -> None:
+        super().cancel(request_ids)
         self._in_flight.cancel(set(request_ids))
 
     def change(self, *, anew: bool = False) -> None:
