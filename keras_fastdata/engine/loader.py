@@ -31,7 +31,6 @@ from keras_fastdata.engine.epoch import Epoch, Finish
 from keras_fastdata.engine.fallback import Fallback
 from keras_fastdata.engine.fetcher import NEW, Fetch, Fetcher
 from keras_fastdata.engine.hook_replay import Changes, HookReplay
-from keras_fastdata.engine.long_waits import LongWaits
 from keras_fastdata.engine.open_epochs import OpenEpochs
 from keras_fastdata.engine.outside_state import Change
 from keras_fastdata.engine.pausing import Pausing
@@ -44,6 +43,7 @@ from keras_fastdata.engine.results import Outcome, Results
 from keras_fastdata.engine.schedule import Schedule
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.sharding import Shard
+from keras_fastdata.engine.slow_builds import SlowBuilds
 from keras_fastdata.metrics.pool_stats import PoolStats
 from keras_fastdata.workers.base import WorkerPool
 
@@ -83,7 +83,7 @@ class Loader:
             reference, name, self._in_effect, self._planner, self._position
         )
         self._pool = PoolHandle(reference, name, self._prefetcher)
-        self._waits = LongWaits(self._prefetcher)
+        self._slow = SlowBuilds(self._prefetcher)
         self.pausing = Pausing(self._pool, self._prefetcher)
         self.hooks = HookReplay(
             dataset, self._planner, self._position, self.changes
@@ -315,7 +315,7 @@ class Loader:
         if not epoch.has_begun:
             self._begin(epoch, dataset, workers)
         self._planner.ensure_order(epoch, dataset)
-        self._waits.look(workers, epoch, fetch)
+        self._slow.withdraw(workers, fetch)
         return workers
 
     def _change(self, outside: Change) -> None:

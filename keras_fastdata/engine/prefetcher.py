@@ -15,7 +15,12 @@ from keras_fastdata.engine.autotune import SettingsInEffect
 from keras_fastdata.engine.cache import Cache
 from keras_fastdata.engine.epoch import Completed, Epoch, Pending
 from keras_fastdata.engine.open_epochs import OpenEpochs
-from keras_fastdata.workers.base import BatchRequest, BatchResult, WorkerPool
+from keras_fastdata.workers.base import (
+    SLOW_START,
+    BatchRequest,
+    BatchResult,
+    WorkerPool,
+)
 
 _CACHED_AHEAD = 4  # times the lookahead is how far to look past cached ones
 
@@ -171,21 +176,20 @@ class Prefetcher:
         for done in workers.collect():
             self._complete(workers, done)
 
-    def withdraw(
-        self, workers: WorkerPool, epoch: Epoch, awaited: Collection[Epoch]
+    def withdraw_slow(
+        self, workers: WorkerPool, awaited: Collection[Epoch | None]
     ) -> None:
-        """Takes back what may keep the workers from the batches of `epoch`.
+        """Cancels slow builds that nobody has waited for from their beginning.
 
-        These are requests of epochs that are not `awaited`, and a request that
-        `epoch` has taken over.
+        These are requests of epochs that are not `awaited`, and those that an
+        epoch has taken over from another one. A slow start counts for all.
         """
-        keep = (*awaited, epoch, epoch.next_epoch)
-        for other in self._open_epochs:
-            if other not in keep:
-                self._cancel(workers, other, list(other.waiting))
-        waiting, pending = epoch.waiting, self._pending
-        taken = [k for k in waiting if pending[waiting[k]].is_taken_over]
-        self._cancel(workers, epoch, taken)
+        slow = set(workers.slow_requests)
+        for request_id, pending in list(self._pending.items()):
+            is_slow = request_id in slow or SLOW_START in slow
+            is_wanted = pending.epoch in awaited and not pending.is_taken_over
+            if is_slow and not is_wanted:
+                self._cancel(workers, pending.epoch, [pending.key])
 
     def forget(self, workers: WorkerPool | None, epoch: Epoch) -> None:
         """Cancels the requests of an epoch, and drops the epoch's results."""

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import time
-
 from keras_fastdata.engine.epoch import Epoch
 from keras_fastdata.metrics import formatting
 from keras_fastdata.metrics.notice import LoadedPackages, Notice
 from keras_fastdata.workers.base import WorkerPool
 from keras_fastdata.workers.inline import InlinePool
-
-_LONG_S = 5.0
 
 
 class BatchWait:
@@ -22,14 +17,6 @@ class BatchWait:
         self.epoch = epoch
         self._notice = Notice(shows=not epoch.is_quiet)
         self._packages = LoadedPackages()
-        self._long_s = time.monotonic() + _LONG_S  # when it becomes long
-
-    def becomes_long(self) -> bool:
-        """Returns whether the wait has become long since the last call."""
-        has_become_long = time.monotonic() >= self._long_s
-        if has_become_long:
-            self._long_s = math.inf
-        return has_become_long
 
     def look(self, workers: WorkerPool, keeps: bool) -> None:
         """Shows or updates the notice, if the wait has become long.

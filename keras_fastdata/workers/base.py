@@ -7,7 +7,7 @@ worker is reached, and a worker does not know the order of an epoch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 from keras_fastdata.metrics.pool_stats import PoolStats
@@ -17,6 +17,7 @@ from keras_fastdata.metrics.timing import Timing
 ONCE = "once_per_dataset"
 # How that begins where a worker lacks a value that the training process has.
 LACKS = "lacks "
+SLOW_START = 0  # see `WorkerPool.slow_requests`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,6 +140,15 @@ class WorkerPool(Protocol):
     def resume(self) -> None:
         """Gives requests to workers again after `pause`. Idempotent."""
         return
+
+    @property
+    def slow_requests(self) -> Collection[int]:
+        """The ids of requests whose builds take far longer than any before.
+
+        `SLOW_START` stands for a worker that takes so long to start. Empty with
+        a `batch_timeout`, which ends such builds.
+        """
+        return ()
 
     @property
     def busy(self) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 from keras_fastdata._call_stack import raise_of_handler
@@ -330,6 +330,10 @@ class SupervisedPool(WorkerPool, Generic[W]):
         if self._is_paused:
             self._is_paused = False
             self._flush()
+
+    @property
+    def slow_requests(self) -> Collection[int]:
+        return self._watchdog.slow
 
     @property
     def busy(self) -> bool:

@@ -18,7 +18,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from keras_fastdata.errors import BatchTimeoutError, LoaderError
 from keras_fastdata.metrics.pool_stats import PoolStats
@@ -126,6 +126,10 @@ class ThreadPool(WorkerPool):
         held, self._held = self._held, None
         for request in held or ():
             self._assign(request)
+
+    @property
+    def slow_requests(self) -> Collection[int]:
+        return self._watchdog.slow
 
     @property
     def busy(self) -> bool:

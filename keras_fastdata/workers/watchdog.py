@@ -5,7 +5,8 @@ one, a user who waits deserves to know for what: work that takes far longer than
 any before is reported once, and again only when it has moved to another place.
 
 Work that nobody waits for any more, as after Ctrl-C, keeps its worker from the
-work that somebody waits for. It has limits without a timeout, too.
+work that somebody waits for. Without a timeout, that worker is to be replaced
+where work that somebody waits for would be reported.
 """
 
 from __future__ import annotations
@@ -16,17 +17,13 @@ import math
 import time
 from collections.abc import Callable, Iterable
 
-from keras_fastdata.workers.base import BatchRequest
+from keras_fastdata.workers.base import SLOW_START, BatchRequest
 
 START_TIMEOUT_S = 60.0  # to load a dataset and open its files, at least
 
 _LEAST_LIMIT_S = 30.0
 _FIRST_LIMIT_S = 60.0  # while there is nothing to compare with
 _FAR_BEYOND = 10  # times the slowest batch so far
-# The same limits, for work that nobody waits for.
-_LEAST_UNWANTED_S = 10.0
-_FIRST_UNWANTED_S = 30.0
-_START_UNWANTED_S = 120.0
 _INTERVAL_S = 0.25
 _LATE_S = 1.0  # if a look is later than this, earlier time does not count
 
@@ -82,6 +79,8 @@ class Watchdog:
         self._timeout_s = timeout_s
         self._remedy = remedy
         self.slowest_s = 0.0  # seconds that the slowest batch took so far
+        # See `WorkerPool.slow_requests`.
+        self.slow: set[int] = set()
         self._next_look_s = time.monotonic()
         self._watched_since_s = -math.inf  # time before it does not count
         # By worker: the work warned about, when to ask again, the stack.
@@ -117,6 +116,7 @@ class Watchdog:
         only the time since that look counts.
         """
         expired = []
+        slow = set()
         watched_s = time.monotonic() - self._watched_since_s
         for activity in activities:
             counted_s = min(activity.elapsed_s, watched_s)
@@ -127,8 +127,11 @@ class Watchdog:
                     f"{why}."
                 )
                 expired.append(Expired(activity, activity.stack(), text))
-            elif limit_s == math.inf:
-                self._warn_if_slow(activity, counted_s)
+            elif limit_s == math.inf and counted_s > self._slow_s(activity):
+                self._warn(activity)
+                request = activity.request
+                slow.add(request.request_id if request else SLOW_START)
+        self.slow = slow
         return expired
 
     def _limit(self, activity: Activity) -> tuple[float, str]:
@@ -141,23 +144,22 @@ class Watchdog:
             return limit_s, f"more than `batch_timeout={limit_s:g}`"
         if activity.is_wanted:
             return math.inf, ""
-        limit_s = max(_LEAST_UNWANTED_S, _FAR_BEYOND * self.slowest_s)
-        if not self.slowest_s:
-            limit_s = _FIRST_UNWANTED_S
-        if starting:
-            limit_s = _START_UNWANTED_S
-        return limit_s, "and nobody waits for it any more"
+        return self._slow_s(activity), "and nobody waits for it any more"
 
-    def _warn_if_slow(self, activity: Activity, counted_s: float) -> None:
+    def _slow_s(self, activity: Activity) -> float:
+        """Returns how many seconds an activity may take and not be slow."""
+        if activity.starting or not self.slowest_s:
+            return _FIRST_LIMIT_S
+        return max(_LEAST_LIMIT_S, _FAR_BEYOND * self.slowest_s)
+
+    def _warn(self, activity: Activity) -> None:
+        """Warns of a slow activity, unless it was warned of where it is."""
         slowest = 0.0 if activity.starting else self.slowest_s
-        limit = max(_LEAST_LIMIT_S, _FAR_BEYOND * slowest)
-        if not slowest:
-            limit = _FIRST_LIMIT_S
         known = self._warned.get(activity.worker, ("", 0.0, ""))
         about, again_s, before = known
         if about != activity.what:
             again_s, before = 0.0, ""
-        if counted_s <= limit or activity.elapsed_s <= again_s:
+        if activity.elapsed_s <= again_s:
             return
         stack = activity.stack()
         # Rarer and rarer: something slow moves, and is not worth a line each.

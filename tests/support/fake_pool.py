@@ -23,7 +23,10 @@ class FakePool(WorkerPool):
         capacity: How many may be out.
         results: Every result that was made.
         is_closed: Whether the workers were ended.
+        slow_requests: The ids of the requests whose builds are slow.
     """
+
+    slow_requests = frozenset()
 
     def __init__(self, capacity=100):
         self.capacity = capacity

@@ -11,16 +11,16 @@ _LATE_S = 1000.0
 _SETTLED_S = 0.3  # from where it says that it is stuck, to where it is stuck
 
 
-def only_the_stuck_are_late(monkeypatch, is_stuck):
+def only_the_stuck_are_late(monkeypatch, is_stuck, *, without_timeout=False):
     """Has the watchdog find late who is stuck, and nobody else.
 
     So it does not matter how busy the machine is. A start that is not stuck
-    has taken as long as it has; and so has, without a timeout, what somebody
-    waits for.
+    has taken as long as it has.
 
     Args:
         monkeypatch: Of the test.
         is_stuck: A function of what the watchdog looks at, an `Activity`.
+        without_timeout: Whether this holds without a `batch_timeout`, too.
     """
     look = watchdog.Watchdog.look
 
@@ -32,15 +32,9 @@ def only_the_stuck_are_late(monkeypatch, is_stuck):
         return dataclasses.replace(activity, elapsed_s=0.0)
 
     def look_at_the_stuck(guard, activities):
-        return look(
-            guard,
-            [
-                seen(activity)
-                if guard._timeout_s is not None or not activity.is_wanted
-                else activity
-                for activity in activities
-            ],
-        )
+        if without_timeout or guard._timeout_s is not None:
+            activities = map(seen, activities)
+        return look(guard, activities)
 
     monkeypatch.setattr(watchdog.Watchdog, "look", look_at_the_stuck)
 

@@ -24,6 +24,7 @@ from keras_fastdata.engine.prefetcher import Prefetcher
 from keras_fastdata.engine.schedule import plan_epoch
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.sharding import Shard
+from keras_fastdata.workers.base import SLOW_START
 
 
 class _Iterator:
@@ -100,28 +101,37 @@ def test_epochs_share_requests_only_while_the_cache_keeps_the_batches(
                 assert case.pool.out[request_id].epoch == epoch.number
 
 
-def test_requests_that_nobody_waits_for_are_withdrawn_and_come_again():
+def test_slow_builds_that_nobody_waits_for_are_withdrawn_and_come_again():
     case = _Case(workers=2, max_queue_size=5)
-    left, awaited, epoch = case.epoch(0, 3), case.epoch(1, 3), case.epoch(2, 3)
-    for each in (left, awaited, epoch):
+    left, awaited = case.epoch(0, 3), case.epoch(1, 3)
+    for each in (left, awaited):
         case.fill(each)
-    case.build(0)  # of `left`
-    case.drain()
-    case.prefetcher.withdraw(case.pool, epoch, [awaited])
-    assert {request.epoch for request in case.pool.out.values()} == {1, 2}
-    assert set(left.ready) == {0}
-    left.pass_position()
+    case.pool.slow_requests = {left.waiting[1], awaited.waiting[1]}
+    case.prefetcher.withdraw_slow(case.pool, [awaited, None])
+    assert sorted(left.waiting) == [0, 2]
+    assert sorted(awaited.waiting) == [0, 1, 2]
     case.fill(left)
-    assert sorted(left.waiting) == [1, 2]
+    assert sorted(left.waiting) == [0, 1, 2]
 
 
-def test_a_request_that_was_taken_over_is_withdrawn_with_the_others():
+def test_a_slow_start_withdraws_all_that_nobody_waits_for():
+    case = _Case(workers=2, max_queue_size=5)
+    left, awaited = case.epoch(0, 3), case.epoch(1, 3)
+    for each in (left, awaited):
+        case.fill(each)
+    case.pool.slow_requests = {SLOW_START}
+    case.prefetcher.withdraw_slow(case.pool, [awaited])
+    assert not left.waiting
+    assert sorted(awaited.waiting) == [0, 1, 2]
+
+
+def test_a_slow_build_that_was_taken_over_is_withdrawn_and_comes_again():
     case = _Case(workers=2, max_queue_size=5, cache="memory")
     first, second = case.epoch(0, 1), case.epoch(1, 1)
     for epoch in (first, second):
         case.fill(epoch, _EmptyCache(keeps_all=True))
-    (taken_over,) = case.pool.out
-    case.prefetcher.withdraw(case.pool, second, [])
+    (taken_over,) = case.pool.slow_requests = set(case.pool.out)
+    case.prefetcher.withdraw_slow(case.pool, [second])
     assert not case.pool.out
     case.fill(second, _EmptyCache(keeps_all=True))
     assert list(second.waiting.values()) != [taken_over]

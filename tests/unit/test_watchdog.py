@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keras_fastdata.workers.base import BatchRequest
+from keras_fastdata.workers.base import SLOW_START, BatchRequest
 from keras_fastdata.workers.watchdog import Activity, Watchdog
 
 
@@ -26,7 +26,7 @@ def test_without_a_timeout_what_somebody_waits_for_may_take_for_ever():
 
 
 @pytest.mark.parametrize(
-    ("slowest_s", "limit_s"), [(0.0, 30.0), (0.01, 10.0), (4.0, 40.0)]
+    ("slowest_s", "limit_s"), [(0.0, 60.0), (0.01, 30.0), (4.0, 40.0)]
 )
 def test_what_nobody_waits_for_may_take_far_longer_than_any_batch_before(
     slowest_s, limit_s
@@ -37,11 +37,25 @@ def test_what_nobody_waits_for_may_take_far_longer_than_any_batch_before(
     assert _expires(guard, _activity(limit_s + 1, is_wanted=False))
 
 
-def test_a_start_that_nobody_waits_for_may_take_two_minutes():
+def test_a_start_that_nobody_waits_for_may_take_a_minute():
     guard = Watchdog(None, "")
+    guard.learn(100.0)
     facts = {"starting": True, "is_wanted": False}
-    assert not _expires(guard, _activity(119.0, **facts))
-    assert _expires(guard, _activity(121.0, **facts))
+    assert not _expires(guard, _activity(59.0, **facts))
+    assert _expires(guard, _activity(61.0, **facts))
+
+
+@pytest.mark.parametrize(
+    ("starting", "slow"), [(False, {1}), (True, {SLOW_START})]
+)
+def test_slow_work_that_somebody_waits_for_is_named_until_it_moves_on(
+    starting, slow
+):
+    guard = Watchdog(None, "")
+    guard.look([_activity(61.0, starting=starting)])
+    assert guard.slow == slow
+    guard.look([_activity(59.0, starting=starting)])
+    assert guard.slow == set()
 
 
 @pytest.mark.parametrize("is_wanted", [False, True])
