@@ -40,7 +40,11 @@ _ADAPTER = f"{_ADAPTERS}.py_dataset_adapter:PyDatasetAdapter"
 _GET_TENSOR_SPEC = f"{_ADAPTERS}.data_adapter_utils:get_tensor_spec"
 _ITERATOR = "keras.src.trainers.epoch_iterator:EpochIterator"
 _BACKUP = "keras:callbacks.BackupAndRestore"
+_FIT = "keras:Model.fit"
 _GET_RANDOM_SEED = "keras.src.utils.rng_utils:get_random_seed"
+
+# The backends on which Keras trains; `Model.fit` raises an error on others.
+_TRAINING = ("tensorflow", "jax", "torch")
 
 
 class Feature(enum.Enum):
@@ -101,7 +105,10 @@ class Use:
 
         The text is empty without a difference.
         """
-        if self.backend not in ("", keras.backend.backend()):
+        backend = keras.backend.backend()
+        if self.backend not in ("", backend):
+            return ""
+        if self.thing == _FIT and backend not in _TRAINING:
             return ""
         name = self.thing.replace(":", ".")
         try:
@@ -155,7 +162,7 @@ USES: dict[Feature, tuple[Use, ...]] = {
     Feature.QUIET_END: (Use(f"{_ITERATOR}._interrupted_warning", "self"),),
     Feature.FIT: (
         # Locals of a `fit` that runs.
-        Use("keras:Model.fit", mentions="self epoch_iterator initial_epoch"),
+        Use(_FIT, mentions="self epoch_iterator initial_epoch"),
     ),
     Feature.DIRECT_FEED: (
         _on_tensorflow(
@@ -183,7 +190,7 @@ USES: dict[Feature, tuple[Use, ...]] = {
             "backup_dir training_metadata.json latest.weights.h5",
         ),
         Use(f"{_BACKUP}._save_model", "self"),
-        Use("keras:Model.fit", mentions="_initial_epoch"),
+        Use(_FIT, mentions="_initial_epoch"),
     ),
     Feature.FRAMES: (Use("keras.src.utils.traceback_utils:_EXCLUDED_PATHS"),),
     Feature.ROWS: (
@@ -196,7 +203,7 @@ USES: dict[Feature, tuple[Use, ...]] = {
     ),
     Feature.SYNCHRONIZE: (
         # Where the weights are while JAX trains.
-        _on_jax("keras:Model.fit", mentions="_jax_state"),
+        _on_jax(_FIT, mentions="_jax_state"),
         _on_jax("keras:Variable", mentions="_value"),
     ),
     Feature.SEED: (Use(_GET_RANDOM_SEED, ""),),

@@ -62,6 +62,16 @@ def test_the_keras_that_is_here_has_all_that_is_used_as_it_was_seen():
         assert first <= here <= last, use.thing
 
 
+@pytest.mark.parametrize("backend", ["numpy", "openvino"])
+def test_nothing_is_expected_of_a_fit_that_the_backend_does_not_have(
+    monkeypatch, backend
+):
+    use = keras_internals.Use("keras:Model.fit", mentions="no_such_local")
+    assert use.fault() == "keras.Model.fit has no `no_such_local`"
+    monkeypatch.setattr(keras.backend, "backend", lambda: backend)
+    assert use.fault() == ""
+
+
 @pytest.mark.long
 @pytest.mark.backend
 @pytest.mark.parametrize("name", keras_changes.names_here())
