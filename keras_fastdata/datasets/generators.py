@@ -15,6 +15,8 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import logging
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -60,8 +62,12 @@ from keras_fastdata.metrics.worker_kinds import WorkerLimit
 # Batches that are kept with `restart=False`: `fit` asks again for its first
 # batches if a hook changed the dataset after Keras had looked at them.
 _ASKED_FOR_AGAIN = 2
+# Batches whose checksums are kept: Keras takes that many ahead, and more.
+_SUMMED = 1000
 # Arguments of `FastPyDataset` that have no meaning here.
 _REFUSED = ("shuffle", "cache", "cache_bytes", "cache_version", "on_error")
+
+_log = logging.getLogger("keras_fastdata")
 
 
 class GeneratorDataset(FastPyDataset):
@@ -239,8 +245,9 @@ class GeneratorDataset(FastPyDataset):
             if given := seeding.given_part(epoch[0]):
                 stream = seeding.sequence(given, epoch[1])
                 key = seeding.joined(key, int(stream.generate_state(1)[0]))
-            turns = _Turns(plan.shards, key, plan.measured, index)
+            turns = _Turns(plan.shards, key, plan.measured, place)
             plan.turns = turns
+            plan.check_resumed(type(self).__name__, place)
         turns.place = place
         try:
             batch = turns.next(plan.measured)
@@ -253,7 +260,7 @@ class GeneratorDataset(FastPyDataset):
         else:
             if plan.measured is not None:
                 plan.measured.note(epoch[1], index)
-            turns.place = epoch, index + 1
+            turns.move_to((epoch, index + 1))
             if not plan.restarts:
                 turns.latest.append((place, batch))
             return batch
@@ -282,10 +289,13 @@ class GeneratorDataset(FastPyDataset):
         factory that has a parameter `start` is told to skip them.
         """
         name = type(self).__name__
-        State.from_dict(state_dict, name, also=["num_shards"])
-        rest = dict(state_dict)
-        shards = rest.pop("num_shards")
-        mine = self._fastdata_plan.num_shards
+        rest, checksum = state_dict, None
+        if isinstance(state_dict, Mapping):
+            rest = dict(state_dict)
+            checksum = rest.pop("checksum", None)
+        state = State.from_dict(rest, name, also=["num_shards"])
+        rest, plan = dict(rest), self._fastdata_plan
+        shards, mine = rest.pop("num_shards"), plan.num_shards
         if shards != mine:
             raise ValueError(
                 f"The state is of {shards} shards, and this {name} has "
@@ -293,6 +303,13 @@ class GeneratorDataset(FastPyDataset):
                 "workers."
             )
         super().load_state_dict(rest)
+        place = (state.seed, state.epoch), state.position
+        known = checksum is not None and state.position > 0
+        plan.resumed = (place, checksum) if known else None
+
+
+# A dataset's seed and epoch, and the index of a batch.
+_Place = tuple[tuple[int, int], int]
 
 
 @dataclasses.dataclass(eq=False)
@@ -306,12 +323,29 @@ class _Plan:
     workers: int  # 0 if the caller builds
     limit: WorkerLimit  # which workers the source of the items can use
     turns: _Turns | None = None  # the present pass over the shards
-    measured: GeneratorWorkers | None = (
-        None  # the workers, once `fit` has had them
-    )
+    # The workers, once `fit` has had them.
+    measured: GeneratorWorkers | None = None
+    # The place of a loaded state, and the checksum of the batches before.
+    resumed: tuple[_Place, Any] | None = None
+
+    def check_resumed(self, name: str, place: _Place) -> None:
+        """Warns if the present pass is resumed after batches of other items."""
+        if self.resumed is None or self.turns is None:
+            return
+        known, checksum = self.resumed
+        if known == place and self.turns.checksum not in (None, checksum):
+            _log.warning(
+                "%s is resumed at batch %d of epoch %d, and its generators "
+                "have not given the same %d batches before that one as when "
+                "the state was saved. So items of this epoch may be missing, "
+                "or come twice. Let the items depend on nothing random but the "
+                "parameter `rng`; or add a parameter `start` to the factory.",
+                *(name, place[1], place[0][1], place[1]),
+            )
+        self.resumed = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "turns": None, "measured": None}
+        return {**vars(self), "turns": None, "measured": None, "resumed": None}
 
 
 @has_random_access.register
@@ -370,7 +404,10 @@ def _(dataset: GeneratorDataset, state: State) -> dict[str, Any]:
             "generators. With `restart=True` each epoch makes new generators, "
             "and can be resumed."
         )
-    return {**state.as_dict(), "num_shards": plan.num_shards}
+    known = {**state.as_dict(), "num_shards": plan.num_shards}
+    place = (state.seed, state.epoch), state.position
+    checksum = plan.turns.checksums.get(place) if plan.turns else None
+    return known if checksum is None else {**known, "checksum": checksum}
 
 
 class _Turns:
@@ -381,11 +418,10 @@ class _Turns:
         shards: list[GeneratorShards],
         key: int,
         measured: GeneratorWorkers | None,
-        index: int,
+        place: _Place,
     ) -> None:
-        """Begins a pass, and goes on to batch `index`."""
-        # The dataset's seed and epoch, and the index of the next batch.
-        self.place = (-1, -1), 0
+        """Begins a pass, and goes on to the batch of `place`."""
+        self.place, (_, index) = place, place  # of the next batch
         # The last batches, each with its place.
         self.latest: collections.deque[tuple[Any, Any]] = collections.deque(
             maxlen=_ASKED_FOR_AGAIN
@@ -393,6 +429,9 @@ class _Turns:
         self._rounds: list[Iterator[Any]] = []
         spec = shards[0].spec
         skipped = index if spec.num_shards == 1 and spec.can_skip else 0
+        # The checksum of all batches so far; `None` if any was skipped.
+        self.checksum: int | None = None if skipped else 0
+        self.checksums: dict[_Place, int | None] = {}  # the latest, by place
         # Checksums so far, by shard. What is skipped may have been read before.
         self._chains: dict[int, int] = {0: UNKNOWN} if skipped else {}
         for one in shards:
@@ -407,6 +446,13 @@ class _Turns:
         self._turn = 0  # position in `_live`
         for _ in range(skipped, index):
             self.next(measured)
+
+    def move_to(self, place: _Place) -> None:
+        """Sets the place of the next batch."""
+        self.place = place
+        self.checksums[place] = self.checksum
+        if len(self.checksums) > _SUMMED:
+            del self.checksums[next(iter(self.checksums))]
 
     def next(self, measured: GeneratorWorkers | None) -> Any:
         """Returns the next batch; raises `EndOfData` after the last batch."""
@@ -430,6 +476,11 @@ class _Turns:
                 )
             self._chains[shard] = int(after)
             if what == BATCH:
+                if after == UNKNOWN:
+                    self.checksum = None
+                elif self.checksum is not None:
+                    told = b"%d" % after
+                    self.checksum = zlib.crc32(told, self.checksum)
                 self._turn += 1
                 return batch[0]
             del self._live[self._turn]

@@ -6,6 +6,7 @@ import collections
 import concurrent.futures
 import functools
 import itertools
+import json
 import threading
 import time
 import warnings
@@ -577,6 +578,51 @@ def test_a_factory_is_told_where_a_resumed_epoch_starts(tmp_path, place):
     assert [*itertools.chain(*began, *rest)] == list(range(40))
     starts = (tmp_path / "starts 0").read_text().split()
     assert starts == ["0", "12"]
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_resumed_stream_tells_if_its_generators_do_not_repeat_their_items(
+    repeats, num_shards, caplog
+):
+    offsets = itertools.repeat(0) if repeats else itertools.count()
+
+    def items(shard_index, num_shards):
+        first = next(offsets)
+        yield from range(first + shard_index, first + 40, num_shards)
+
+    def made():
+        return GeneratorDataset(items, 4, num_shards=num_shards, seed=1)
+
+    with made() as dataset:
+        batches = iter(dataset)
+        for _ in range(3):
+            next(batches)
+        state = json.loads(json.dumps(dataset.state_dict()))
+    for _ in range(2):
+        caplog.clear()
+        with made() as other:
+            other.load_state_dict(state)
+            assert len(list(other)) == 7
+            assert len(list(other)) == 10
+        told = "is resumed at batch 3 of epoch 0, and its generators have not"
+        assert (told in caplog.text) is not repeats
+
+
+def test_a_stream_that_is_resumed_between_epochs_tells_nothing(caplog):
+    numbers = itertools.count()
+
+    def items():
+        for _ in range(8):
+            yield next(numbers)
+
+    with GeneratorDataset(items, 4, seed=1) as dataset:
+        list(dataset)
+        state = dataset.state_dict()
+    with GeneratorDataset(items, 4, seed=1) as dataset:
+        dataset.load_state_dict(state)
+        assert len(list(dataset)) == 2
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("is_told", [False, True])
