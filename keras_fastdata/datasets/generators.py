@@ -18,6 +18,7 @@ import dataclasses
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from keras_fastdata import _process_role
@@ -37,7 +38,8 @@ from keras_fastdata._validation import (
     optional_integer,
     unknown_arguments,
 )
-from keras_fastdata.building import seeding
+from keras_fastdata.building import build_context, seeding
+from keras_fastdata.building.global_rng import preserved_globals
 from keras_fastdata.building.held_generators import seeds_its_own
 from keras_fastdata.building.interface import set_name
 from keras_fastdata.dataset import FastPyDataset
@@ -53,6 +55,7 @@ from keras_fastdata.datasets.generator_source import GeneratorSource
 from keras_fastdata.datasets.generator_workers import GeneratorWorkers
 from keras_fastdata.datasets.order import GENERATOR_KEY
 from keras_fastdata.engine.batch_iterator import BatchIterator
+from keras_fastdata.engine.pool_handle import ForkSafeLock
 from keras_fastdata.engine.sharding import has_random_access
 from keras_fastdata.engine.state_dict import State
 from keras_fastdata.errors import EndOfData, LoaderError
@@ -233,9 +236,21 @@ class GeneratorDataset(FastPyDataset):
         `restart=False`, the generators go on.
         """
         plan = self._fastdata_plan
-        # A loaded state may have another seed.
-        epoch = answer(self, "seed"), answer(self, "epoch")
-        turns, place = plan.turns, (epoch, index)
+        builds = build_context.current_context() is not None
+        # In the order in which a build takes the two.
+        held = nullcontext() if builds or plan.workers else preserved_globals()
+        with held, plan.lock.own():
+            while True:
+                # A loaded state may have another seed.
+                place = (answer(self, "seed"), answer(self, "epoch")), index
+                try:
+                    return self._next(plan, place)
+                except _OtherPassError:
+                    continue
+
+    def _next(self, plan: _Plan, place: _Place) -> Any:
+        """Returns the batch at `place`, from the present pass or a new one."""
+        turns, (epoch, index) = plan.turns, place
         for known, batch in turns.latest if turns is not None else ():
             if known == place:
                 return batch
@@ -251,13 +266,17 @@ class GeneratorDataset(FastPyDataset):
         turns.place = place
         try:
             batch = turns.next(plan.measured)
-        except EndOfData:
-            if plan.num_batches is None:
+        except (EndOfData, StopIteration) as error:
+            if plan.turns is not turns and plan.restarts:
+                raise _OtherPassError from error
+            if plan.num_batches is None or isinstance(error, StopIteration):
                 raise
         except BaseException:
             plan.turns = None  # which shard is next is unknown
             raise
         else:
+            if plan.turns not in (turns, None) and plan.restarts:
+                raise _OtherPassError
             if plan.measured is not None:
                 plan.measured.note(epoch[1], index)
             turns.move_to((epoch, index + 1))
@@ -308,6 +327,10 @@ class GeneratorDataset(FastPyDataset):
         plan.resumed = (place, checksum) if known else None
 
 
+class _OtherPassError(Exception):
+    """Another pass has begun, in a signal handler, or `close` was called."""
+
+
 # A dataset's seed and epoch, and the index of a batch.
 _Place = tuple[tuple[int, int], int]
 
@@ -327,6 +350,8 @@ class _Plan:
     measured: GeneratorWorkers | None = None
     # The place of a loaded state, and the checksum of the batches before.
     resumed: tuple[_Place, Any] | None = None
+    # Held while a batch is taken: each call may begin a pass of its own.
+    lock: ForkSafeLock = dataclasses.field(default_factory=ForkSafeLock)
 
     def check_resumed(self, name: str, place: _Place) -> None:
         """Warns if the present pass is resumed after batches of other items."""
@@ -345,7 +370,12 @@ class _Plan:
         self.resumed = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "turns": None, "measured": None, "resumed": None}
+        state = {**vars(self), "turns": None, "measured": None, "resumed": None}
+        del state["lock"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, lock=ForkSafeLock())
 
 
 @has_random_access.register
@@ -374,7 +404,12 @@ def _(dataset: GeneratorDataset) -> Any:
     for each in shards:
         vars(each).pop("_running", None)  # the generators of the original
     twin._fastdata_plan = dataclasses.replace(
-        plan, shards=shards, workers=0, turns=None, measured=None
+        plan,
+        shards=shards,
+        workers=0,
+        turns=None,
+        measured=None,
+        lock=ForkSafeLock(),
     )
     return twin
 

@@ -7,6 +7,7 @@ import concurrent.futures
 import functools
 import itertools
 import json
+import signal
 import threading
 import time
 import warnings
@@ -578,6 +579,59 @@ def test_a_factory_is_told_where_a_resumed_epoch_starts(tmp_path, place):
     assert [*itertools.chain(*began, *rest)] == list(range(40))
     starts = (tmp_path / "starts 0").read_text().split()
     assert starts == ["0", "12"]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_other_threads_may_ask_for_single_batches_during_a_pass(
+    workers, caplog
+):
+    def items(shard_index, num_shards):
+        yield from range(shard_index, 40, num_shards)
+
+    with GeneratorDataset(items, 4, num_shards=2, workers=workers) as dataset:
+        expected = [batch.tolist() for batch in dataset]
+        found = []
+        asked = threading.Event()
+
+        def ask():
+            for index in (7, 2, 9, 0):
+                found.append((index, dataset[index].tolist()))
+                asked.set()
+
+        thread = threading.Thread(target=ask)
+        passed = []
+        for number, batch in enumerate(dataset):
+            passed.append(batch.tolist())
+            if number == 3:
+                thread.start()
+                asked.wait()
+        thread.join()
+        assert passed == expected
+        assert [expected[index] for index, _ in found] == [b for _, b in found]
+    assert not caplog.messages
+
+
+def test_a_signal_handler_may_ask_for_a_single_batch_during_a_pass(request):
+    main, handled = threading.get_ident(), []
+
+    def handle(*_):
+        handled.append(dataset[0].tolist())
+
+    def items(shard_index, num_shards):
+        for number in range(shard_index, 24, num_shards):
+            if number == 13 and not handled:
+                signal.pthread_kill(main, signal.SIGUSR1)
+                while not handled:
+                    time.sleep(0.01)
+            yield number
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    request.addfinalizer(lambda: signal.signal(signal.SIGUSR1, before))
+    with GeneratorDataset(items, 4, num_shards=2, workers=2) as dataset:
+        found = [batch.tolist() for batch in dataset]
+    assert found[0] == handled[0] == [0, 2, 4, 6]
+    assert sorted(itertools.chain(*found)) == list(range(24))
+    assert len(found) == 6
 
 
 @pytest.mark.parametrize("repeats", [False, True])
