@@ -16,6 +16,7 @@ import operator
 import re
 import signal
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Collection, Iterable
@@ -106,6 +107,37 @@ def _codes_of_handlers() -> set[types.CodeType]:
         if found is not None:
             codes.add(found)
     return codes
+
+
+def handlers_here() -> frozenset[types.CodeType]:
+    """Returns the code of the signal handlers that may run in this thread.
+
+    Python runs them in the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return frozenset()
+    return frozenset(_codes_of_handlers())
+
+
+def runs_before(
+    codes: Collection[types.CodeType], function: types.CodeType
+) -> bool:
+    """Returns whether `function` has called one of the `codes`.
+
+    The innermost call of `function` in the calling thread counts, and what it
+    has called at any depth.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not function:
+        if frame.f_code in codes:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def code_of_caller(depth: int) -> types.CodeType:
+    """Returns the code of the function `depth` levels up, as for `caller`."""
+    return sys._getframe(depth + 1).f_code
 
 
 def has_gil() -> bool:

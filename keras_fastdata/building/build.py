@@ -208,7 +208,8 @@ class Builder:
                 if state is not None and state.count_build():
                     self._look_for_lost_state(state)
                 return batch
-            with preserved_globals(), _Preserved(self._held()):
+            found, interrupts = self._held(), context.interrupts
+            with preserved_globals(), _Preserved(found, interrupts):
                 return self._observed(context)
 
     def _observed(self, context: Context) -> Any:
@@ -456,10 +457,18 @@ def run_seeded(
 
 
 class _Preserved:
-    """Restores random generators that are in globals or class attributes."""
+    """Restores random generators that are in globals or class attributes.
 
-    def __init__(self, found: list[held_generators.Held]) -> None:
-        self._found = [held.generator for held in found if held.is_outside]
+    If `all_of_them`, also those of the dataset: a signal handler may build a
+    batch of the dataset while another batch of the same dataset is built.
+    """
+
+    def __init__(
+        self, found: list[held_generators.Held], all_of_them: bool = False
+    ) -> None:
+        self._found = [
+            held.generator for held in found if all_of_them or held.is_outside
+        ]
 
     def __enter__(self) -> None:
         self._states = [one.state() for one in self._found]

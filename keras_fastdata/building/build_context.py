@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -71,7 +72,30 @@ class Context:
     # The batch in whose build, and thread, this one is built.
     outer: Context | None = None
     _rng: np.random.Generator | None = None
+    interrupts: bool = False  # whether a signal handler builds it amid `outer`
     _holds: tuple[int, bool] | None = None
+    # The function that builds, and the signal handlers that may interrupt it.
+    _function: types.CodeType | None = None
+    _handlers: frozenset[types.CodeType] | None = None
+
+    def begin(self, function: types.CodeType, outer: Context | None) -> None:
+        """Records the function that builds, and the build around it."""
+        self._function, self.outer = function, outer
+        self.interrupts = outer is not None and outer.is_interrupted
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the calling code is part of a signal handler.
+
+        The handler has interrupted the build, and does not belong to it.
+        """
+        if self._handlers is None:
+            self._handlers = (
+                frozenset() if self.is_private else _call_stack.handlers_here()
+            )
+        if not self._handlers or self._function is None:
+            return False
+        return _call_stack.runs_before(self._handlers, self._function)
 
     def note_asked(self, what: str) -> None:
         """Records what a build reads that depends on the epoch, in words.
@@ -132,8 +156,12 @@ _builds_begun = 0  # threads may count two builds as one
 
 
 def current_context() -> Context | None:
-    """Returns the calling thread's build context; `None` outside of builds."""
-    return _current.context
+    """Returns the calling thread's build context; `None` outside of builds.
+
+    A signal handler that interrupts a build is outside of the build.
+    """
+    context = _current.context
+    return None if context is None or context.is_interrupted else context
 
 
 def count_build() -> None:
@@ -156,7 +184,7 @@ def _and_outer(context: Context | None) -> Iterator[Context]:
 
 def is_building() -> bool:
     """Returns whether the calling thread runs a build or a worker hook."""
-    context = _current.context
+    context = current_context()
     return context is not None and context.worker_index is not None
 
 
@@ -166,14 +194,14 @@ def is_built_for(dataset: Dataset) -> bool:
     A thread that `__getitem__` started does not count: nothing tells it from
     other threads of the program.
     """
-    return any(c.dataset is dataset for c in _and_outer(_current.context))
+    return any(c.dataset is dataset for c in _and_outer(current_context()))
 
 
 def is_in_worker(dataset: Dataset) -> bool:
     """Returns whether the calling thread is a worker of `dataset`."""
     return any(
         c.dataset is dataset and c.worker_index is not None
-        for c in _and_outer(_current.context)
+        for c in _and_outer(current_context())
     )
 
 
@@ -186,8 +214,9 @@ def context_for(dataset: Dataset, name: str) -> Context | None:
     Raises:
         LoaderError: The thread may belong to several batches.
     """
-    if _current.context is not None:
-        return _current.context
+    context = current_context()
+    if context is not None:
+        return context
     building = _helped(dataset)
     if not building:
         return None
@@ -309,7 +338,8 @@ class Building:
         self._context = context
 
     def __enter__(self) -> None:
-        self._context.outer = _current.context
+        code = _call_stack.code_of_caller(1)
+        self._context.begin(code, _current.context)
         _enter(self._context)
 
     def __exit__(self, *_: object) -> None:

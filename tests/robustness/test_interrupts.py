@@ -625,3 +625,43 @@ def test_a_signal_handler_may_use_the_dataset_that_is_waited_for(request):
     with Signalled(workers=2) as dataset:
         assert [int(batch[0]) for batch in dataset] == [*range(6)]
     assert read == [*range(6)]
+
+
+class Draws(FastPyDataset):
+    """Draws in all ways; batch 2 sends a signal in the middle, once."""
+
+    def __init__(self, sends=(), **kwargs):
+        super().__init__(workers=0, seed=5, **kwargs)
+        self.generator = np.random.default_rng(3)
+        self.sends = sends  # the place where nothing notices a change
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        first = self._draw()
+        if index == 2 and next(self.sends, False):
+            signal.raise_signal(signal.SIGUSR1)
+        return np.array([index, *first, *self._draw()])
+
+    def _draw(self):
+        return self.rng.random(), np.random.rand(), self.generator.random()
+
+
+@pytest.mark.parametrize("reads", ["same", "other"])
+def test_a_signal_handler_that_reads_amid_a_build_changes_no_batch(
+    request, reads
+):
+    read = []
+
+    def handler(*_):
+        read.append(list(dataset if reads == "same" else Draws(iter(()))))
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGUSR1, before))
+    expected = Draws(iter(()))
+    epochs = [list(expected), list(expected)]
+    dataset = Draws(iter([True]))
+    assert np.array_equal(list(dataset), epochs[0])
+    (found,) = read
+    assert np.array_equal(found, epochs[reads == "same"])
