@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import logging
 import threading
+import time
 import types
 import weakref
 from collections.abc import Iterator
@@ -19,6 +21,11 @@ from keras_fastdata.building.held_generators import Search
 from keras_fastdata.datasets.columns import tidied
 from keras_fastdata.engine.pool_handle import ForkSafeLock
 from keras_fastdata.sources.tables import is_a
+
+_LOOK_S = 0.05  # between two looks at the thread that reads
+_STUCK_S = 60.0  # of one read, before another thread may read, too
+
+_log = logging.getLogger("keras_fastdata")
 
 
 class Passes:
@@ -68,7 +75,7 @@ class _OfHuggingFace(Passes):
     def begin(self, index: int, count: int, key: int) -> Iterator[Any]:
         split = importlib.import_module("datasets.distributed")
         turn = _turn_of(self.iterable)
-        with turn.own():
+        with turn:
             part = split.split_dataset_by_node(self.iterable, index, count)
             examples = getattr(self.iterable, "_ex_iterable", None)
             if Search(self).held and not _is_split(examples):
@@ -111,28 +118,71 @@ def _own_copy(examples: Any) -> Any:
     return own
 
 
+class _StreamTurn:
+    """Lets one thread at a time read from a source, as a lock does.
+
+    A thread that was given up while it reads, or reads one item for longer than
+    `_STUCK_S`, keeps no other thread from its turn.
+    """
+
+    def __init__(self) -> None:
+        self._lock = ForkSafeLock()
+        self._guard = ForkSafeLock()  # held while the lock is replaced
+        # The thread that reads, and since when.
+        self._holder: tuple[threading.Thread, float] | None = None
+        self._taken = threading.local()  # the locks that a thread has
+
+    def __enter__(self) -> None:
+        lock = self._lock.own()
+        while not lock.acquire(timeout=_LOOK_S):
+            with self._guard.own():
+                if lock is self._lock.own() and self._is_stuck():
+                    self._holder = None
+                    self._lock.renew()
+            lock = self._lock.own()
+        taken = vars(self._taken).setdefault("locks", [])
+        taken.append(lock)
+        self._holder = threading.current_thread(), time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._taken.locks.pop().release()
+
+    def _is_stuck(self) -> bool:
+        if self._holder is None:
+            return False
+        thread, since_s = self._holder
+        if time.monotonic() - since_s > _STUCK_S:
+            _log.warning(
+                "A read from a stream has taken over %d s in thread %r. "
+                "Another thread now reads from the stream.",
+                *(_STUCK_S, thread.name),
+            )
+            return True
+        return getattr(thread, "is_given_up", False)
+
+
 # By the source of the items, which is not pickled with the dataset.
-_turns: weakref.WeakKeyDictionary[Any, ForkSafeLock] = (
+_turns: weakref.WeakKeyDictionary[Any, _StreamTurn] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def _turn_of(dataset: Any) -> ForkSafeLock:
-    """Returns the lock of all datasets that share a source of items."""
+def _turn_of(dataset: Any) -> _StreamTurn:
+    """Returns the turns of all datasets that share a source of items."""
     source = getattr(dataset, "_ex_iterable", dataset)
     while (inner := getattr(source, "ex_iterable", None)) is not None:
         source = inner
-    return _turns.setdefault(source, ForkSafeLock())
+    return _turns.setdefault(source, _StreamTurn())
 
 
-def _in_turn(part: Any, turn: ForkSafeLock) -> Iterator[Any]:
+def _in_turn(part: Any, turn: _StreamTurn) -> Iterator[Any]:
     """Yields the items of a part, of which one thread at a time gets one.
 
     The parts share objects, and would lose items if threads met there.
     """
     iterator = None
     while True:
-        with turn.own():
+        with turn:
             iterator = iter(part) if iterator is None else iterator
             try:
                 item = next(iterator)

@@ -62,6 +62,7 @@ from keras_fastdata.memory import (
 )
 from keras_fastdata.memory.limited_stream import LimitedStream, LimitError
 from keras_fastdata.memory.markers import MarkerPlaces, is_marker, marker_at
+from keras_fastdata.memory.module_variables import ModuleVariables
 from keras_fastdata.memory.shared_arrays import (
     SharedArrays,
     owner_of,
@@ -98,10 +99,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         modules: Collects the names of the modules that the pickle refers to,
             unless it is `None`.
         arrays: Reduces arrays that share memory, unless it is `None`.
+        variables: Notes objects that modules hold, too, unless it is `None`.
     """
 
     modules: set[str] | None = None
     arrays: SharedArrays | None = None
+    variables: ModuleVariables | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -115,11 +118,19 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         # with the cell, whose id could otherwise become another one's.
         self._cells: dict[int, tuple[types.CellType, types.CellType]] = {}
 
-    def observe(self, modules: set[str] | None, arrays: SharedArrays) -> None:
-        """Sets what collects modules' names, and what reduces arrays."""
+    def observe(
+        self,
+        modules: set[str] | None,
+        arrays: SharedArrays,
+        variables: ModuleVariables | None,
+    ) -> None:
+        """Sets what collects modules' names and shared objects."""
         self.modules, self.arrays = modules, arrays
+        self.variables = variables
 
     def reducer_override(self, obj: Any) -> Any:
+        if self.variables is not None:
+            self.variables.look(obj)
         if self.arrays is not None:
             shared = _reduce_shared(obj, self.arrays)
             if shared is not None:
@@ -163,6 +174,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 reduced = rebuilt_classes.completed(obj, reduced)
             elif isinstance(obj, types.FunctionType):
                 hidden_uses.add(obj, reduced[2][1])
+                if self.variables is not None:
+                    self.variables.look_in(reduced[2][1]["__globals__"])
                 if obj.__closure__:
                     make, (*args, _), *rest = reduced
                     cells = tuple(map(self._shared, obj.__closure__))

@@ -28,6 +28,10 @@ from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata.memory import os_limits, reducers
 from keras_fastdata.memory.arena import address_of, round_up
 from keras_fastdata.memory.leases import Bytes
+from keras_fastdata.memory.module_variables import (
+    ModuleVariables,
+    WithVariables,
+)
 from keras_fastdata.memory.shared_arrays import SharedArrays
 
 _HEADER = struct.Struct("<QQ")  # bytes of the pickle, number of buffers
@@ -196,22 +200,28 @@ def pickle_in_parts(
 
     Adds the names of the modules that the pickle refers to to `modules`.
     """
-    arrays = SharedArrays()
-    parts, pickler = _pickled(obj, modules, arrays)
-    if arrays.find_spans(pickler.memo.copy):
+    arrays, variables = SharedArrays(), ModuleVariables()
+    parts, pickler = _pickled(obj, modules, arrays, variables)
+    shares = arrays.find_spans(pickler.memo.copy)
+    if variables.found:
+        obj = WithVariables(obj, variables.found)
+    if shares or variables.found:
         parts, _ = _pickled(obj, modules, arrays)
     return parts
 
 
 def _pickled(
-    obj: Any, modules: set[str] | None, arrays: SharedArrays
+    obj: Any,
+    modules: set[str] | None,
+    arrays: SharedArrays,
+    variables: ModuleVariables | None = None,
 ) -> tuple[tuple[memoryview, list[memoryview]], reducers.Pickler]:
     buffers: list[memoryview] = []
     stream = io.BytesIO()
     pickler = reducers.Pickler(
         stream, protocol=5, buffer_callback=lambda b: buffers.append(b.raw())
     )
-    pickler.observe(modules, arrays)
+    pickler.observe(modules, arrays, variables)
     pickler.dump(obj)
     return (stream.getbuffer(), buffers), pickler
 

@@ -305,6 +305,11 @@ class _Thread(threading.Thread):
         self._given_up = False
         self._stopwatch = Stopwatch()
 
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the pool has abandoned the thread."""
+        return self._given_up
+
     def activity(self) -> Activity | None:
         """Returns the thread's current activity, or `None` if it is idle."""
         with self._lock:

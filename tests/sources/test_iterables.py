@@ -12,6 +12,7 @@ from matrix import assert_exactly_once
 from places import KINDS
 
 from keras_fastdata import GeneratorDataset, SampleDataset
+from keras_fastdata.datasets import iterables
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -336,3 +337,60 @@ def test_what_grain_leaves_out_is_told_so():
         SampleDataset(odd)[0]
     with GeneratorDataset(odd.to_iter_dataset(), 3, workers=0) as dataset:
         assert next(iter(dataset)).tolist() == [1, 3, 5]
+
+
+class _Reader(threading.Thread):
+    """Reads in its turn until `gate` opens."""
+
+    is_given_up = False
+
+    def __init__(self, turn):
+        super().__init__(daemon=True)
+        self.turn = turn
+        self.gate = threading.Event()
+        self.reads = threading.Event()
+
+    def run(self):
+        with self.turn:
+            self.reads.set()
+            self.gate.wait()
+
+
+def test_one_thread_at_a_time_reads_from_a_stream():
+    turn = iterables._StreamTurn()
+    first, second = _Reader(turn), _Reader(turn)
+    first.start()
+    first.reads.wait()
+    second.start()
+    assert not second.reads.wait(0.3)
+    first.gate.set()
+    second.reads.wait()
+    second.gate.set()
+    for reader in (first, second):
+        reader.join()
+
+
+@pytest.mark.parametrize("way", ["given up", "slow"])
+def test_a_thread_that_reads_for_ever_keeps_no_stream_for_itself(
+    way, monkeypatch, caplog
+):
+    turn = iterables._StreamTurn()
+    first, second, third = (_Reader(turn) for _ in range(3))
+    first.start()
+    first.reads.wait()
+    if way == "slow":
+        monkeypatch.setattr(iterables, "_STUCK_S", -1.0)
+    first.is_given_up = way == "given up"
+    second.start()
+    second.reads.wait()
+    monkeypatch.setattr(iterables, "_STUCK_S", 60.0)
+    assert ("Another thread now reads" in caplog.text) == (way == "slow")
+    first.gate.set()  # it goes on, and takes nobody's turn
+    first.join()
+    third.start()
+    assert not third.reads.wait(0.3)
+    second.gate.set()
+    third.reads.wait()
+    third.gate.set()
+    second.join()
+    third.join()
