@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import os
 import threading
+import time
 from collections.abc import Iterable
 
 from keras_fastdata.errors import EndOfData
@@ -26,6 +28,9 @@ from keras_fastdata.workers.base import (
 from keras_fastdata.workers.exceptions import note
 
 _CLOSE_TIMEOUT_S = 5.0  # for another thread to finish its batch
+_STUCK_S = 60.0  # of a build in another thread, before this one builds, too
+
+_log = logging.getLogger("keras_fastdata")
 
 
 class InlinePool(WorkerPool):
@@ -39,6 +44,9 @@ class InlinePool(WorkerPool):
         self._built: tuple[BatchRequest, LocalResult] | None = None
         self._lock = threading.RLock()  # held by the thread that builds
         self._builds_in = 0  # the id of that thread
+        # What it builds, and since when.
+        self._building: tuple[BatchRequest, float] | None = None
+        self._guard = threading.Lock()  # held while the lock is replaced
         self._started = self._closed = False
         self._stopwatch = Stopwatch()
 
@@ -52,26 +60,56 @@ class InlinePool(WorkerPool):
         A later call repeats an interrupted build. A process that the build has
         forked does not repeat one: it would fork again.
         """
-        with self._lock:
-            if self._built is not None:
-                return
-            request = self._next()
-            if request is None:
-                return  # no request, or a signal handler closed the pool
-            outer, process = self._builds_in, os.getpid()
-            self._builds_in = threading.get_ident()
-            try:
-                built = self._build(request)
-                if built.error is not None and os.getpid() != process:
-                    raise built.error
+        lock = self._lock
+        if not lock.acquire(timeout=timeout_s):
+            self._look_for_stuck_build(lock)
+            return
+        try:
+            if self._built is None and lock is self._lock:
+                self._build_next(lock)
+        finally:
+            lock.release()
+
+    def _build_next(self, lock: threading.RLock) -> None:
+        """Builds the next batch, if there is a request."""
+        request = self._next()
+        if request is None:
+            return  # no request, or a signal handler closed the pool
+        outer, process = (self._builds_in, self._building), os.getpid()
+        self._builds_in = threading.get_ident()
+        self._building = request, time.monotonic()
+        try:
+            built = self._build(request)
+            if built.error is not None and os.getpid() != process:
+                raise built.error
+            if lock is self._lock:  # else another thread builds instead
                 self._built = request, built
-            except BaseException:
-                self._broken_off.add(request.request_id)
-                raise
-            finally:
-                self._builds_in = outer
-                if self._closed:
-                    self._stop()
+        except BaseException:
+            self._broken_off.add(request.request_id)
+            raise
+        finally:
+            if lock is self._lock:
+                self._builds_in, self._building = outer
+            if self._closed:
+                self._stop()
+
+    def _look_for_stuck_build(self, lock: threading.RLock) -> None:
+        """Lets this thread build if another thread seems to build for ever."""
+        with self._guard:
+            building = self._building
+            if lock is not self._lock or building is None:
+                return
+            request, since_s = building
+            if time.monotonic() - since_s < _STUCK_S:
+                return
+            _log.warning(
+                "Batch %d of epoch %d of %s has taken over %d s in another "
+                "thread. This thread now builds the batches that it waits for.",
+                *(request.index, request.epoch, self._dataset, _STUCK_S),
+            )
+            self._broken_off.add(request.request_id)
+            self._builds_in, self._building = 0, None
+            self._lock = threading.RLock()
 
     def _next(self) -> BatchRequest | None:
         """Returns the request to build next; interrupted requests come last.

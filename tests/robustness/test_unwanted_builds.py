@@ -24,6 +24,7 @@ from trainers import START_METHODS
 
 from keras_fastdata import FastPyDataset, GeneratorDataset
 from keras_fastdata.engine.pool_handle import PoolHandle
+from keras_fastdata.workers import inline
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`start_method='fork'`"),
@@ -278,3 +279,32 @@ def test_fit_trains_after_ctrl_c_in_a_fit_that_waited_for_ever(tmp_path):
         history = model().fit(dataset, epochs=2, verbose=0)
         assert len(history.history["loss"]) == 2
         assert _strikes(tmp_path) == 3
+
+
+def test_an_inline_build_that_is_stuck_in_one_thread_stops_no_other_one(
+    monkeypatch, caplog
+):
+    monkeypatch.setattr(inline, "_STUCK_S", 0.2)
+    stuck, opened = threading.Event(), threading.Event()
+    main = threading.get_ident()
+
+    class StuckInThread(FastPyDataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            if index == 2 and threading.get_ident() != main:
+                stuck.set()
+                opened.wait()
+            return np.zeros(1), np.full(1, index)
+
+    dataset = StuckInThread(workers=0)
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(dataset))
+    thread.start()
+    stuck.wait()
+    assert _indices(dataset) == list(range(6))
+    opened.set()
+    thread.join()
+    assert _indices(found) == list(range(6))
+    assert "This thread now builds" in caplog.text
