@@ -244,52 +244,9 @@ class GeneratorDataset(FastPyDataset):
                 # A loaded state may have another seed.
                 place = (answer(self, "seed"), answer(self, "epoch")), index
                 try:
-                    return self._next(plan, place)
+                    return _batch_at(self, plan, place)
                 except _OtherPassError:
                     continue
-
-    def _next(self, plan: _Plan, place: _Place) -> Any:
-        """Returns the batch at `place`, from the present pass or a new one."""
-        turns, (epoch, index) = plan.turns, place
-        for known, batch in turns.latest if turns is not None else ():
-            if known == place:
-                return batch
-        if turns is None or (turns.place != place and plan.restarts):
-            rng = answer(self, "rng_for")(GENERATOR_KEY)
-            key = int(rng.integers(2**63))
-            if given := seeding.given_part(epoch[0]):
-                stream = seeding.sequence(given, epoch[1])
-                key = seeding.joined(key, int(stream.generate_state(1)[0]))
-            turns = _Turns(plan.shards, key, plan.measured, place)
-            plan.turns = turns
-            plan.check_resumed(type(self).__name__, place)
-        turns.place = place
-        try:
-            batch = turns.next(plan.measured)
-        except (EndOfData, StopIteration) as error:
-            if plan.turns is not turns and plan.restarts:
-                raise _OtherPassError from error
-            if plan.num_batches is None or isinstance(error, StopIteration):
-                raise
-        except BaseException:
-            plan.turns = None  # which shard is next is unknown
-            raise
-        else:
-            if plan.turns not in (turns, None) and plan.restarts:
-                raise _OtherPassError
-            if plan.measured is not None:
-                plan.measured.note(epoch[1], index)
-            turns.move_to((epoch, index + 1))
-            if not plan.restarts:
-                turns.latest.append((place, batch))
-            return batch
-        way_out = "Pass the true number, or `None`"
-        if plan.restarts:
-            way_out += "; or `restart=False`, which starts again at the end"
-        raise LoaderError(
-            f"The generators have ended after {index} of the "
-            f"{plan.num_batches} batches of `num_batches`. {way_out}."
-        )
 
     def close(self) -> None:
         """Ends the workers, and waits until they have ended."""
@@ -443,6 +400,50 @@ def _(dataset: GeneratorDataset, state: State) -> dict[str, Any]:
     place = (state.seed, state.epoch), state.position
     checksum = plan.turns.checksums.get(place) if plan.turns else None
     return known if checksum is None else {**known, "checksum": checksum}
+
+
+def _batch_at(dataset: GeneratorDataset, plan: _Plan, place: _Place) -> Any:
+    """Returns the batch at `place`, from the present pass or a new one."""
+    turns, (epoch, index) = plan.turns, place
+    for known, batch in turns.latest if turns is not None else ():
+        if known == place:
+            return batch
+    if turns is None or (turns.place != place and plan.restarts):
+        rng = answer(dataset, "rng_for")(GENERATOR_KEY)
+        key = int(rng.integers(2**63))
+        if given := seeding.given_part(epoch[0]):
+            stream = seeding.sequence(given, epoch[1])
+            key = seeding.joined(key, int(stream.generate_state(1)[0]))
+        turns = _Turns(plan.shards, key, plan.measured, place)
+        plan.turns = turns
+        plan.check_resumed(type(dataset).__name__, place)
+    turns.place = place
+    try:
+        batch = turns.next(plan.measured)
+    except (EndOfData, StopIteration) as error:
+        if plan.turns is not turns and plan.restarts:
+            raise _OtherPassError from error
+        if plan.num_batches is None or isinstance(error, StopIteration):
+            raise
+    except BaseException:
+        plan.turns = None  # which shard is next is unknown
+        raise
+    else:
+        if plan.turns not in (turns, None) and plan.restarts:
+            raise _OtherPassError
+        if plan.measured is not None:
+            plan.measured.note(epoch[1], index)
+        turns.move_to((epoch, index + 1))
+        if not plan.restarts:
+            turns.latest.append((place, batch))
+        return batch
+    way_out = "Pass the true number, or `None`"
+    if plan.restarts:
+        way_out += "; or `restart=False`, which starts again at the end"
+    raise LoaderError(
+        f"The generators have ended after {index} of the "
+        f"{plan.num_batches} batches of `num_batches`. {way_out}."
+    )
 
 
 class _Turns:
