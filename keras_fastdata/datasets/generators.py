@@ -65,7 +65,7 @@ from keras_fastdata.metrics.worker_kinds import WorkerLimit
 # Batches that are kept with `restart=False`: `fit` asks again for its first
 # batches if a hook changed the dataset after Keras had looked at them.
 _ASKED_FOR_AGAIN = 2
-# Batches whose checksums are kept: Keras takes that many ahead, and more.
+# Batches whose checksums are kept; Keras takes far fewer ahead.
 _SUMMED = 1000
 # Arguments of `FastPyDataset` that have no meaning here.
 _REFUSED = ("shuffle", "cache", "cache_bytes", "cache_version", "on_error")
@@ -360,13 +360,9 @@ def _(dataset: GeneratorDataset) -> Any:
     shards = [make_twin(each, **inline) for each in plan.shards]
     for each in shards:
         vars(each).pop("_running", None)  # the generators of the original
+    # A copy has no pass, and a lock of its own.
     twin._fastdata_plan = dataclasses.replace(
-        plan,
-        shards=shards,
-        workers=0,
-        turns=None,
-        measured=None,
-        lock=ForkSafeLock(),
+        copy.copy(plan), shards=shards, workers=0
     )
     return twin
 

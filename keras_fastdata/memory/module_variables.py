@@ -87,9 +87,9 @@ class WithVariables:
 
 def _given(obj: Any, shared: Shared) -> Any:
     """Gives a worker's modules their variables; returns the object."""
+    if not _process_role.is_worker():
+        return obj
     for (module, name), value in shared.items():
-        if not _process_role.is_worker():
-            break
         loaded = sys.modules.get(module)
         if isinstance(loaded, types.ModuleType):
             vars(loaded)[name] = value
