@@ -615,14 +615,18 @@ def test_a_signal_handler_may_ask_for_a_single_batch_during_a_pass(request):
     main, handled = threading.get_ident(), []
 
     def handle(*_):
-        handled.append(dataset[0].tolist())
+        try:
+            handled.append(dataset[0].tolist())
+        except LoaderError as error:  # it comes at another moment, too
+            if "about to hand one out" not in str(error):
+                raise
 
     def items(shard_index, num_shards):
         for number in range(shard_index, 24, num_shards):
             if number == 13 and not handled:
-                signal.pthread_kill(main, signal.SIGUSR1)
                 while not handled:
-                    time.sleep(0.01)
+                    signal.pthread_kill(main, signal.SIGUSR1)
+                    time.sleep(1.0)
             yield number
 
     before = signal.signal(signal.SIGUSR1, handle)
