@@ -44,8 +44,8 @@ def draw_seed(dataset: Any) -> int:
     It depends on `random` if that is known to be seeded, or else on `np.random`
     or torch if the program has seeded one of them, or else on `random`. It has
     further parts if there are generators of NumPy that were given a seed: for
-    these, and from these. Those in globals, which all datasets draw from, do
-    not change the part for those that the dataset has.
+    these alone, and from these. Those in globals, which all datasets draw from,
+    do not change the part for those that the dataset has.
     """
     own_words: list[int] = []
     outside_words: list[int] = []
@@ -57,12 +57,11 @@ def draw_seed(dataset: Any) -> int:
             words = outside_words if held.is_outside else own_words
             words += [int.from_bytes(state), times]
             _times_drawn[owner] = times + 1
-    given = _mixed(own_words) if own_words else 0
-    if outside_words:
-        given = seeding.joined(given, _mixed(outside_words))
     own = _draw_own_part()
     global_rng.note_seed_drawn()
-    return seeding.joined(own, given)
+    if not own_words and not outside_words:
+        return own
+    return seeding.joined(own, _mixed(own_words), _mixed(outside_words))
 
 
 def is_repeatable() -> bool:
@@ -95,7 +94,9 @@ def _seeded_torch() -> Any:
 
 
 def _mixed(words: list[int]) -> int:
-    """Returns an integer from 1 to 2**63 that depends on all words."""
+    """Returns an integer from 1 to 2**63 that depends on all words, or 0."""
+    if not words:
+        return 0
     sequence = np.random.SeedSequence(words)
     return 1 + int(sequence.generate_state(1, np.uint64)[0] >> 1)
 

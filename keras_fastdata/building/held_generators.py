@@ -97,9 +97,9 @@ class Held(NamedTuple):
 
     def reseed(self, seed: int, *key: int) -> None:
         """Seeds the random generator for the random stream `key`."""
-        if self.is_seeded and (given := seeding.given_part(seed)):
-            own, outside = seeding.own_part(given), seeding.given_part(given)
-            seed = (outside if self.is_outside else own) or given
+        if self.is_seeded:
+            parts = seeding.given_parts(seed)
+            seed = parts[self.is_outside] or max(parts) or seed
         self.generator.reseed(seeding.sequence(seed, *key, *self.key))
 
 

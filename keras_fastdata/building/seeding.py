@@ -33,32 +33,43 @@ LENGTHS = 9  # (): samples whose lengths are asked for
 
 PRIVATE = "_fastdata"  # this package's attribute of a dataset
 
-_OWN_BITS = 64  # of each part of a base seed but the last
+_JOINED = 1 << 256  # marks a joined seed; seeds that users give are smaller
+_PART_MASK = (1 << 64) - 1  # the bits of a part
 
 
-def joined(own: int, given: int) -> int:
-    """Returns a base seed with a part for generators that were given a seed.
+def joined(own: int, given: int, outside: int = 0) -> int:
+    """Returns a base seed with parts for generators that were given a seed.
 
     So these draw alike where the program gives them the same seed, and all
-    other generators do not. `given` may be joined itself: of a part for those
-    that the dataset has alone, and one for those in globals and classes.
+    other generators do not. Each part is below 2**64.
+
+    Args:
+        own: The part for generators that were given no seed.
+        given: The part for those that the dataset has alone; 0 without any.
+        outside: The part for those in globals and classes; 0 without any.
     """
-    return given << _OWN_BITS | own
+    return _JOINED | outside << 128 | given << 64 | own
 
 
 def own_part(seed: int) -> int:
-    """Returns the part of a joined seed for generators without a seed."""
-    return seed & ((1 << _OWN_BITS) - 1)
+    """Returns the part for generators without a seed; or all of the seed."""
+    return seed & _PART_MASK if _is_joined(seed) else seed
 
 
-def given_part(seed: int) -> int:
-    """Returns the other part of a joined seed; 0 if it has one part."""
-    return seed >> _OWN_BITS
+def given_parts(seed: int) -> tuple[int, int]:
+    """Returns the other parts, `given` and `outside`; zeros if not joined."""
+    if not _is_joined(seed):
+        return 0, 0
+    return seed >> 64 & _PART_MASK, seed >> 128 & _PART_MASK
+
+
+def _is_joined(seed: int) -> bool:
+    return seed >> 256 == 1
 
 
 def sequence(seed: int, *key: int) -> np.random.SeedSequence:
     """Returns the NumPy seed sequence for a seed and a stream key."""
-    return np.random.SeedSequence(seed, spawn_key=key)
+    return np.random.SeedSequence(own_part(seed), spawn_key=key)
 
 
 def generator(seed: int, *key: int) -> np.random.Generator:
@@ -68,7 +79,7 @@ def generator(seed: int, *key: int) -> np.random.Generator:
 
 def reseed_globals(seed: int, *key: int) -> None:
     """Seeds `np.random`, `random` and, if it is imported, torch."""
-    stream = hashlib.shake_128(repr((seed, key)).encode())
+    stream = hashlib.shake_128(repr((own_part(seed), key)).encode())
     drawn = stream.digest(mt19937.SEED_NBYTES + 16 + 8)
     own, rest = drawn[: mt19937.SEED_NBYTES], drawn[mt19937.SEED_NBYTES :]
     mt19937.seed(own)

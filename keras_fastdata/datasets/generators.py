@@ -407,8 +407,8 @@ def _batch_at(dataset: GeneratorDataset, plan: _Plan, place: _Place) -> Any:
     if turns is None or (turns.place != place and plan.restarts):
         rng = answer(dataset, "rng_for")(GENERATOR_KEY)
         key = int(rng.integers(2**63))
-        if given := seeding.given_part(epoch[0]):
-            stream = seeding.sequence(given, epoch[1])
+        if any(given := seeding.given_parts(epoch[0])):
+            stream = seeding.sequence(max(given), min(given), epoch[1])
             key = seeding.joined(key, int(stream.generate_state(1)[0]))
         turns = _Turns(plan.shards, key, plan.measured, place)
         plan.turns = turns

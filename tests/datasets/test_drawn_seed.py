@@ -200,6 +200,57 @@ def test_threads_that_draw_from_np_random_do_not_change_what_keras_seeded(
     assert equal(seeded(3), seeded(5))
 
 
+class DrawsOfClass(OwnRng):
+    own = np.random.default_rng(5)
+
+    def __getitem__(self, index):
+        return self.own.random(2), self.rng.random(2), np.random.random(2)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("kind", ["global", "class", "given", "stream"])
+def test_a_second_set_random_seed_repeats_all_but_what_shared_generators_draw(
+    kind, place, monkeypatch
+):
+    """As with stock Keras, where the shared generator goes on."""
+    seed = "keras.src.utils.rng_utils.get_random_seed"
+    monkeypatch.setattr(seed, lambda: 7)
+    rng = np.random.default_rng(5)
+    monkeypatch.setitem(globals(), "RNG", rng)
+    makes = {
+        "global": lambda: DrawsOfBoth(**place),
+        "class": lambda: DrawsOfClass(**place),
+        "given": lambda: DrawsOfGiven(rng, **place),
+        "stream": lambda: GeneratorDataset(
+            _stream_of_global,
+            batch_size=2,
+            **{**place, "workers": min(1, place["workers"])},
+        ),
+    }
+
+    def seeded():
+        keras.utils.set_random_seed(7)
+        batches = [
+            batch for epoch in epochs_of(makes[kind]()) for batch in epoch
+        ]
+        return [batch[0] for batch in batches], [batch[1:] for batch in batches]
+
+    (drawn, rest), (others, again) = seeded(), seeded()
+    assert equal(again, rest)
+    assert not any(map(equal, drawn, others))
+
+
+class DrawsOfGiven(HasGenerator):
+    def __getitem__(self, index):
+        drawn = super().__getitem__(index)
+        return drawn, self.rng.random(2), np.random.random(2)
+
+
+def _stream_of_global(count=8):
+    for _ in range(count):
+        yield RNG.random(2), np.random.random(2), random.random()
+
+
 def test_who_seeds_nothing_has_other_batches_in_each_run():
     assert not equal(run(OwnRng, workers=0), run(OwnRng, workers=0))
 
