@@ -26,10 +26,14 @@ from keras_fastdata.engine.told_code import code_form, function_form
 from keras_fastdata.engine.told_forms import (
     NOT_TOLD,
     Deleted,
-    ToldForm,
     told_form,
 )
-from keras_fastdata.engine.told_state import LOST, StateLostError, Told
+from keras_fastdata.engine.told_state import (
+    LOST,
+    StateLostError,
+    Told,
+    is_whole,
+)
 from keras_fastdata.engine.variable_parts import part_of
 
 _log = logging.getLogger("keras_fastdata")
@@ -151,7 +155,7 @@ def is_part_of_told(variable: Variable, told: Told) -> bool:
     forms = told.values.get(variable.module, {})
     path = variable.path
     wholes = (forms.get(path[:steps]) for steps in range(1, len(path)))
-    return any(isinstance(form, ToldForm) and form.is_whole for form in wholes)
+    return any(map(is_whole, wholes))
 
 
 def is_inside(variable: Variable) -> bool:

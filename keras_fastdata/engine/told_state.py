@@ -295,8 +295,11 @@ class _Received:
         separate(given)
         lost: set[Place] = set()
         for name, path in filter(late.__contains__, told):
-            if not lost.isdisjoint((name, path[:n]) for n in range(len(path))):
+            wholes = [(name, path[:steps]) for steps in range(len(path))]
+            if not lost.isdisjoint(wholes):
                 continue  # it is a part of what is lost
+            if any(is_whole(given.get(whole)) for whole in wholes):
+                continue  # the worker has the whole, as one in a tuple
             module = sys.modules[name]
             if not (
                 self._give((name, path), given[name, path])
@@ -316,6 +319,11 @@ class _Received:
         if self.told.is_strict:
             raise StateLostError(LOST % (lost, name))
         _log.warning(LOST, lost, name, extra={ONCE: f"{LACKS}{lost}"})
+
+
+def is_whole(form: Any) -> bool:
+    """Returns whether a worker that was given a form has the same content."""
+    return isinstance(form, ToldForm) and form.is_whole
 
 
 def _depth(place: Place) -> int:

@@ -423,3 +423,38 @@ def test_objects_in_any_container_may_be_edited(kind, what, write):
             assert [int(batch) for batch in dataset] == [number] * 2
         op.array[0] = 5
         assert [int(batch) for batch in dataset] == [15] * 2
+
+
+_OF_A_REGISTRY = """
+import numpy as np
+from registry_base import known
+from keras_fastdata import FastPyDataset
+
+class Data(FastPyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        function, arguments = known.get("one", (int, {}))
+        return np.array(function(**arguments))
+"""
+
+
+def test_workers_see_a_lambda_in_a_tuple_that_is_registered_later(
+    write, caplog
+):
+    write("registry_base", "known = {}")
+    write(
+        "registry_part",
+        "def register(known, number):\n"
+        "    known['one'] = (lambda added: added + number, {'added': 10})\n",
+    )
+    write("registry_data", _OF_A_REGISTRY)
+    data = importlib.import_module("registry_data")
+    part = importlib.import_module("registry_part")
+    with data.Data(**_PROCESSES) as dataset:
+        assert [int(batch) for batch in dataset] == [0, 0]
+        for number in (1, 2):
+            part.register(data.known, number)
+            assert [int(batch) for batch in dataset] == [10 + number] * 2
+    assert caplog.text == ""
