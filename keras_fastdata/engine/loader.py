@@ -303,7 +303,9 @@ class Loader:
         # Not after a wait: asking for the length may itself be a change.
         if fetch.phase is NEW:
             is_due = self.changes.take_expected() or not epoch.delivered
-            change = self._factory.notice_changes(dataset, is_due)
+            change = self._factory.notice_changes(
+                dataset, is_due, self.changes.are_new
+            )
             if change or self.changes.are_new:
                 self._change(change)
         if not epoch.has_begun:

@@ -201,15 +201,19 @@ class OutsideState:
         )
         self.told = told
 
-    def notice_changes(self) -> Change:
+    def notice_changes(self, *, is_marked: bool = False) -> Change:
         """Returns how the global state has changed since `look`.
 
         Logs a change that workers cannot be told of. Takes a millisecond or so.
+        If the dataset `is_marked` as changed, the program has changed it.
         """
         for other in first_items(_in_this_process):
             if other is not self:
                 other.compare()
-        return self.compare()
+        change = self.compare()
+        if is_marked:
+            self._changed_amid_builds = ""
+        return change
 
     def compare(self, *, is_quick: bool = False) -> Change:
         """Compares the global state with that of `look`.

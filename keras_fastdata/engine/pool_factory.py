@@ -67,16 +67,19 @@ class PoolFactory:
         self._outside = OutsideState()  # as the workers got or saw it
         self._seed: int | None = None  # as the workers got it
 
-    def notice_changes(self, dataset: Dataset, is_due: bool) -> Change:
+    def notice_changes(
+        self, dataset: Dataset, is_due: bool, is_marked: bool
+    ) -> Change:
         """Returns what may have changed without anybody telling, if `is_due`.
 
         These are changes of the global state outside the dataset, and what a
         hook has changed in place. Keras may have fetched an epoch's first batch
-        before the first hooks of callbacks.
+        before the first hooks of callbacks. `is_marked` says that the program
+        has changed the dataset.
         """
         if not is_due:
             return Change.NONE
-        change = self._outside.notice_changes()
+        change = self._outside.notice_changes(is_marked=is_marked)
         builds_ahead = self._in_effect.now.kind.builds_ahead
         if change is Change.BY_BUILDS and not builds_ahead:
             change = Change.NONE

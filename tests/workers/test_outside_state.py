@@ -1844,6 +1844,18 @@ def test_a_cache_that_builds_empty_again_and_again_is_named_once(caplog):
     assert "`self.thing.count` changed" in warning.message
 
 
+@pytest.mark.parametrize("place", ["inline", "thread"])
+def test_what_the_program_assigns_after_a_break_is_not_named(place, caplog):
+    use = lambda held, _: held  # noqa: E731
+    with Holds(1, use, cache="memory", **EVERY_KIND[place]) as dataset:
+        for number in range(1, 6):
+            dataset.thing = number
+            for batch in dataset:
+                assert int(batch) == number
+                break
+    assert not caplog.messages
+
+
 def _kept(place):
     """Settings with which changes that are not noticed show."""
     is_here = place in ("inline", "thread")
