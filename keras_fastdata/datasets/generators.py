@@ -26,9 +26,11 @@ from keras_fastdata._dataset_internals import (
     answer,
     internals_of,
     iterate_alone,
+    loader_of,
     make_twin,
     state_dict_of,
     twin_of,
+    version_of,
     worker_limit,
     workers_within,
 )
@@ -307,6 +309,10 @@ class _Plan:
     measured: GeneratorWorkers | None = None
     # The place of a loaded state, and the checksum of the batches before.
     resumed: tuple[_Place, Any] | None = None
+    # Of the dataset, as the generators of the present pass were made, or as
+    # `check_seen` was called last; and whether that has logged its warning.
+    version: object = None
+    has_warned: bool = False
     # Held while a batch is taken: each call may begin a pass of its own.
     lock: ForkSafeLock = dataclasses.field(default_factory=ForkSafeLock)
 
@@ -326,8 +332,29 @@ class _Plan:
             )
         self.resumed = None
 
+    def check_seen(self, dataset: FastPyDataset) -> None:
+        """Warns once of a change that running generators do not see."""
+        before, self.version = self.version, version_of(dataset)
+        if before is self.version or self.has_warned:
+            return
+        changes = (loader_of(each).find_unsent_change() for each in self.shards)
+        change = next((name for name in changes if name is not None), None)
+        if change is not None:
+            self.has_warned = True
+            if change.startswith("self."):  # of this package's own object
+                change = change.rpartition(".")[2]
+            _log.warning(
+                "The generators of %s run in worker processes, and do not see "
+                "that the program has changed %s since they began. With "
+                "`num_batches=` and `restart=True`, each epoch makes new "
+                "generators. Or use `workers=0`.",
+                type(dataset).__name__,
+                f"`{change}`" if change else "the dataset",
+            )
+
     def __getstate__(self) -> dict[str, Any]:
-        state = {**vars(self), "turns": None, "measured": None, "resumed": None}
+        state = {**vars(self), "turns": None, "measured": None}
+        state |= {"resumed": None, "version": None}
         del state["lock"]
         return state
 
@@ -411,8 +438,10 @@ def _batch_at(dataset: GeneratorDataset, plan: _Plan, place: _Place) -> Any:
             stream = seeding.sequence(max(given), min(given), epoch[1])
             key = seeding.joined(key, int(stream.generate_state(1)[0]))
         turns = _Turns(plan.shards, key, plan.measured, place)
-        plan.turns = turns
+        plan.turns, plan.version = turns, version_of(dataset)
         plan.check_resumed(type(dataset).__name__, place)
+    elif plan.workers:
+        plan.check_seen(dataset)
     turns.place = place
     try:
         batch = turns.next(plan.measured)

@@ -279,6 +279,14 @@ class Loader:
         """Empties a directory that is the cache, and uses it no more."""
         self._fetcher.results.note_unseen_change()
 
+    def find_unsent_change(self) -> str | None:
+        """Returns the name of a change that running builds do not see.
+
+        It is "" for a change within the dataset, and `None` without any.
+        """
+        is_running = self._pool.workers is not None
+        return self._factory.find_unsent_change() if is_running else None
+
     def rewind(self, epoch: Epoch) -> None:
         """Restarts an epoch in the same order."""
         self._pool.run(self._rewind, epoch)

@@ -226,6 +226,19 @@ class OutsideState:
             return max(self._noticed, Change.BY_BUILDS)
         return self._noticed
 
+    def find_change(self) -> str | None:
+        """Returns the name of something that has changed since `look`.
+
+        Of an attribute it is "", as the dataset itself has told of the change.
+        Returns `None` if nothing has changed.
+        """
+        for seen in self._seen:
+            with _looking():
+                if seen.has_changed() and not is_of_process(seen.variable):
+                    return seen.variable.name.removeprefix(".")
+        has_differed = None is not self._digest != digest_of(self._dataset())
+        return "" if has_differed else None
+
     @property
     def has_lost(self) -> bool:
         """Whether workers were not told of a value, and a warning said so."""

@@ -91,6 +91,11 @@ class PoolFactory:
         """Returns the global values on which a cache's directory depends."""
         return self._outside.values_for_directory(dataset)
 
+    def find_unsent_change(self) -> str | None:
+        """Returns what the workers lack; see `OutsideState.find_change`."""
+        has_copies = self._in_effect.now.kind.has_copies
+        return self._outside.find_change() if has_copies else None
+
     def has_drifted(self) -> bool:
         """Returns whether batches that are built now may differ from before."""
         is_here = not self._in_effect.now.kind.has_copies

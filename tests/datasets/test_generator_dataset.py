@@ -824,6 +824,73 @@ def test_fit_takes_steps_of_what_has_no_end():
     assert counts.epochs == [6, 6]
 
 
+DIFFICULTY = {"level": 0}
+
+
+def _of_difficulty():
+    while True:
+        yield np.full(3, DIFFICULTY["level"], "float32"), np.zeros(1)
+
+
+class Levels(GeneratorDataset):
+    """Its factory is a method."""
+
+    def __init__(self, **kwargs):
+        super().__init__(self.make, **kwargs)
+        self.level = 0
+
+    def make(self):
+        while True:
+            yield np.full(3, self.level, "float32"), np.zeros(1)
+
+
+def _set_difficulty(_, level):
+    DIFFICULTY["level"] = level
+
+
+def _set_level(dataset, level):
+    dataset.level = level
+
+
+_OF_DIFFICULTY = functools.partial(GeneratorDataset, _of_difficulty)
+_PROCESS = {"workers": 1, "use_multiprocessing": True}
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "name"),
+    [
+        (_OF_DIFFICULTY, _set_difficulty, "DIFFICULTY"),
+        (Levels, _set_level, "level"),
+    ],
+)
+@pytest.mark.parametrize("workers", [{"workers": 1}, _PROCESS], ids=str)
+@pytest.mark.backend
+def test_what_generators_in_processes_do_not_see_is_named_once(
+    workers, make, change, name, caplog, monkeypatch
+):
+    monkeypatch.setitem(DIFFICULTY, "level", 0)
+    with make(batch_size=4, **workers) as dataset:
+        edits = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, _: change(dataset, epoch + 1)
+        )
+        fit = {"steps_per_epoch": 3, "verbose": 0, "callbacks": [edits]}
+        _model().fit(dataset, epochs=4, **fit)
+    assert len(caplog.messages) == (workers is _PROCESS)
+    assert name in caplog.text or workers is not _PROCESS
+
+
+@pytest.mark.parametrize("workers", [{"workers": 1}, _PROCESS], ids=str)
+def test_new_generators_see_what_has_changed_since_the_last_epoch(
+    workers, caplog, monkeypatch
+):
+    monkeypatch.setitem(DIFFICULTY, "level", 0)
+    with _OF_DIFFICULTY(num_batches=3, **workers) as dataset:
+        for level in range(3):
+            DIFFICULTY["level"] = level
+            assert [int(x[0]) for x, _ in dataset] == [level] * 3
+    assert not caplog.messages
+
+
 @pytest.mark.backend
 def test_keras_warns_of_fewer_batches_than_steps():
     with (
