@@ -285,17 +285,12 @@ class FastPyDataset(_Base):
             ray_options=ray_options,
         )
         give_internals(self, settings)
+        _notice_methods(type(self))  # a decorator may have set some
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         module_sources.notice_modules()  # before the program changes settings
-        for name in _NOTICED_METHODS:
-            method = getattr(cls, name)  # possibly a mixin's
-            if isinstance(method, types.FunctionType) and not (
-                interface.is_default_hook(method)
-                or hasattr(method, interface.NOTICED)
-            ):
-                setattr(cls, name, _noticed(name, method))
+        _notice_methods(cls)
 
     # -- what a subclass writes ----------------------------------------------
 
@@ -643,6 +638,23 @@ def _noticed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     wrapper = hook if name.startswith("on_") else assign
     setattr(wrapper, interface.NOTICED, True)
     return functools.wraps(method)(wrapper)
+
+
+def _notice_methods(kind: type[FastPyDataset]) -> None:
+    """Wraps methods of a class and its bases, so that calls are noticed.
+
+    A method of a mixin is wrapped in `kind`.
+    """
+    for name in _NOTICED_METHODS:
+        owner = next(base for base in kind.__mro__ if name in vars(base))
+        method = vars(owner)[name]
+        if isinstance(method, types.FunctionType) and not (
+            interface.is_default_hook(method)
+            or hasattr(method, interface.NOTICED)
+        ):
+            is_dataset = issubclass(owner, FastPyDataset)
+            wrapped = _noticed(name, method)
+            setattr(owner if is_dataset else kind, name, wrapped)
 
 
 for _method in (FastPyDataset.__setattr__, FastPyDataset.__delattr__):

@@ -337,7 +337,8 @@ class _Plan:
         before, self.version = self.version, version_of(dataset)
         if before is self.version or self.has_warned:
             return
-        changes = (loader_of(each).find_unsent_change() for each in self.shards)
+        factories = (loader_of(each).factory for each in self.shards)
+        changes = (factory.find_unsent_change() for factory in factories)
         change = next((name for name in changes if name is not None), None)
         if change is not None:
             self.has_warned = True

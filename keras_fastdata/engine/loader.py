@@ -79,7 +79,7 @@ class Loader:
         self._epochs = OpenEpochs()
         self._position = Position(self._epochs)
         self._prefetcher = Prefetcher(self._in_effect, self._epochs)
-        self._factory = PoolFactory(
+        self.factory = PoolFactory(
             reference, name, self._in_effect, self._planner, self._position
         )
         self._pool = PoolHandle(reference, name, self._prefetcher)
@@ -99,18 +99,18 @@ class Loader:
         self._fallback = Fallback(
             self._in_effect,
             self._prefetcher,
-            self._factory,
+            self.factory,
             self._pool,
             self.changes,
         )
         self._fetcher = Fetcher(
-            Results(name, self._in_effect, self._factory),
+            Results(name, self._in_effect, self.factory),
             self._in_effect,
             self._planner,
             self._position,
             self._prefetcher,
             self._pool,
-            self._factory,
+            self.factory,
         )
 
     # -- what it is ----------------------------------------------------------
@@ -279,14 +279,6 @@ class Loader:
         """Empties a directory that is the cache, and uses it no more."""
         self._fetcher.results.note_unseen_change()
 
-    def find_unsent_change(self) -> str | None:
-        """Returns the name of a change that running builds do not see.
-
-        It is "" for a change within the dataset, and `None` without any.
-        """
-        is_running = self._pool.workers is not None
-        return self._factory.find_unsent_change() if is_running else None
-
     def rewind(self, epoch: Epoch) -> None:
         """Restarts an epoch in the same order."""
         self._pool.run(self._rewind, epoch)
@@ -296,7 +288,7 @@ class Loader:
             self._prefetcher.forget(self._pool.workers, epoch)
             epoch.issue_again_from(epoch.start)
         epoch.rewind()
-        self._factory.note_peek(self._pool.workers)
+        self.factory.note_peek(self._pool.workers)
 
     # -- before a batch ------------------------------------------------------
 
@@ -311,14 +303,13 @@ class Loader:
         # Not after a wait: asking for the length may itself be a change.
         if fetch.phase is NEW:
             is_due = self.changes.take_expected() or not epoch.delivered
-            change = self._factory.notice_changes(
-                dataset, is_due, self.changes.are_new
-            )
-            if change or self.changes.are_new:
+            is_marked = self.changes.are_new
+            change = self.factory.notice_changes(dataset, is_due, is_marked)
+            if change or is_marked:
                 self._change(change)
         if not epoch.has_begun:
             self._planner.take_shard(dataset)
-            if self._factory.has_seed_changed():
+            if self.factory.has_seed_changed():
                 self._pool.replace()
         self._fetcher.results.open_cache(dataset, self.changes.built)
         workers = self._pool.ensure(dataset, self._fallback.create_pool)

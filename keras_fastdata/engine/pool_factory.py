@@ -92,7 +92,7 @@ class PoolFactory:
         return self._outside.values_for_directory(dataset)
 
     def find_unsent_change(self) -> str | None:
-        """Returns what the workers lack; see `OutsideState.find_change`."""
+        """Returns what workers lack amid an epoch; see `OutsideState`."""
         has_copies = self._in_effect.now.kind.has_copies
         return self._outside.find_change() if has_copies else None
 

@@ -171,6 +171,56 @@ def test_what_a_hook_draws_does_not_depend_on_the_workers(modern):
     assert all(sorted(order) == list(range(6)) for order in inline)
 
 
+def _with_a_hook(kind):
+    kind.on_epoch_end = lambda self: self.python.shuffle(self.order)
+    return kind
+
+
+@_with_a_hook
+class Decorated(OwnRng):
+    """Its hook draws from a generator from which builds draw as well."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.python, self.order = random.Random(3), list(range(10))
+
+    def __getitem__(self, index):
+        return np.array([self.order[index], self.python.random()])
+
+
+class OfDecorated(Decorated):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Decorated, OfDecorated])
+def test_what_a_hook_of_a_class_decorator_draws_does_not_depend_on_workers(
+    kind,
+):
+    def epochs(**place):
+        with kind(seed=2, **place) as dataset:
+            found = []
+            for _ in range(3):
+                found.append([batch.tolist() for batch in dataset])
+                dataset.on_epoch_end()
+            return found
+
+    inline = epochs(workers=0)
+    assert epochs(workers=2, use_multiprocessing=True) == inline
+    assert len({str(epoch) for epoch in inline}) == 3
+
+
+def test_a_hook_that_a_base_class_gets_anew_is_that_of_all_its_classes():
+    called = []
+    with pytest.MonkeyPatch.context() as patch:
+        for number in range(3):
+            patch.setattr(
+                Decorated, "on_epoch_end", lambda _, n=number: called.append(n)
+            )
+            with OfDecorated(workers=0) as dataset:
+                dataset.on_epoch_end()
+    assert called == [0, 1, 2]
+
+
 def test_self_rng_in_a_hook_is_the_hooks_own_and_repeatable():
     def orders(**place):
         with ShufflesByRng(seed=2, **place) as dataset:
