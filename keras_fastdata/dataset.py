@@ -426,6 +426,7 @@ class FastPyDataset(_Base):
         """
         if build_context.is_building():
             return plain_iterator(self)
+        _notice_methods(type(self))  # the program may have replaced some
         return iterate_alone(self)
 
     def state_dict(self) -> dict[str, Any]:

@@ -209,6 +209,22 @@ def test_what_a_hook_of_a_class_decorator_draws_does_not_depend_on_workers(
     assert len({str(epoch) for epoch in inline}) == 3
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_a_hook_that_a_class_gets_after_an_epoch_draws_alike(
+    place, monkeypatch
+):
+    def run(**place):
+        with OfDecorated(seed=2, **place) as dataset:
+            hook = lambda self: self.order.append(self.python.random())  # noqa: E731
+            list(dataset)
+            monkeypatch.setattr(Decorated, "on_epoch_end", hook)
+            list(dataset)
+            dataset.on_epoch_end()
+            return dataset.order
+
+    assert run(**place) == run(workers=0)
+
+
 def test_a_hook_that_a_base_class_gets_anew_is_that_of_all_its_classes():
     called = []
     with pytest.MonkeyPatch.context() as patch:
