@@ -114,11 +114,14 @@ def modules_of_user() -> list[str]:
 def is_users_module(module: types.ModuleType) -> bool:
     """Returns whether a module is part of the user's program.
 
-    Also if it was loaded by its path, and so is in no list of modules.
+    Also if it was loaded by its path, or was made of a text, and so is in no
+    list of modules.
     """
     if sys.modules.get(module.__name__) is module:
         return is_users(module.__name__)
     file = vars(module).get("__file__")
+    if file is None:
+        return is_users(module.__name__, if_unknown=True)
     return isinstance(file, str) and is_users_file(file)
 
 

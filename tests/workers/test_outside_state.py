@@ -37,6 +37,7 @@ import numpy as np
 import outside_class
 import outside_config as conf
 import outside_function
+import outside_made
 import outside_object
 import outside_package.inner
 import outside_samples
@@ -2664,6 +2665,10 @@ def _of_a_path(*_):
     return by_path.scale
 
 
+def _of_a_made_module(*_):
+    return outside_made.scale_made()
+
+
 def _in_metadata(*_):
     field, _ = dataclasses.fields(outside_wrappers.Options)
     return field.metadata["change"](1)
@@ -2726,6 +2731,7 @@ _SETTERS = {
     _in_wrapt: functools.partial(setattr, outside_wrapt, "scale"),
     _of_a_package: functools.partial(setattr, outside_package.inner, "scale"),
     _of_a_path: functools.partial(setattr, by_path, "scale"),
+    _of_a_made_module: functools.partial(setattr, outside_made.made, "scale"),
     _of_a_function: lambda scale: outside_function.update(scale=scale),
     _of_a_class: functools.partial(setattr, outside_class, "scale"),
     _of_an_object: functools.partial(setattr, outside_object, "scale"),
@@ -2738,7 +2744,8 @@ _SETTERS = {
     "read",
     [
         *(_of_a_function, _of_a_class, _of_an_object),
-        *(_of_a_package, _of_a_path, _in_metadata, _in_an_annotation),
+        *(_of_a_package, _of_a_path, _of_a_made_module),
+        *(_in_metadata, _in_an_annotation),
         *(_in_wrapt, *_BY_TEXT),
         *(_in_a_ufunc, _in_a_key, _in_a_weak_method, _in_a_weak_dict),
     ],
