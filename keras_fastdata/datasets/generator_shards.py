@@ -65,6 +65,8 @@ class GeneratorShards(FastPyDataset):
         indices: The shards of this worker.
     """
 
+    _fastdata_passing = ("_running", "key", "since", "skipped")
+
     def __init__(self, spec: Spec, indices: range, **kwargs: Any) -> None:
         super().__init__(shuffle=False, **kwargs)
         self.key = self.since = self.skipped = 0

@@ -298,6 +298,8 @@ _Place = tuple[tuple[int, int], int]
 class _Plan:
     """The configuration of a `GeneratorDataset`, and its current pass."""
 
+    _fastdata_passing = ("turns", "measured", "resumed", "version", "lock")
+
     restarts: bool  # whether each epoch makes new generators
     num_shards: int
     num_batches: int | None  # of an epoch; `None`: all of them
@@ -339,11 +341,10 @@ class _Plan:
             return
         factories = (loader_of(each).factory for each in self.shards)
         changes = (factory.find_unsent_change() for factory in factories)
-        change = next((name for name in changes if name is not None), None)
-        if change is not None:
+        if change := next(filter(None, changes), ""):
             self.has_warned = True
-            if change.startswith("self."):  # of this package's own object
-                change = change.rpartition(".")[2]
+            if change.partition(".")[0] == "self":  # of an object of ours
+                change = change.rpartition(".")[2].removeprefix("self")
             _log.warning(
                 "The generators of %s run in worker processes, and do not see "
                 "that the program has changed %s since they began. With "
@@ -354,10 +355,8 @@ class _Plan:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**vars(self), "turns": None, "measured": None}
-        state |= {"resumed": None, "version": None}
-        del state["lock"]
-        return state
+        passing = self._fastdata_passing
+        return {k: v for k, v in vars(self).items() if k not in passing}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, lock=ForkSafeLock())

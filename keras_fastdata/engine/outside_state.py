@@ -227,17 +227,12 @@ class OutsideState:
         return self._noticed
 
     def find_change(self) -> str | None:
-        """Returns the name of something that has changed since `look`.
-
-        Of an attribute it is "", as the dataset itself has told of the change.
-        Returns `None` if nothing has changed.
-        """
+        """Returns the name of a variable that has changed since `look`."""
         for seen in self._seen:
             with _looking():
                 if seen.has_changed() and not is_of_process(seen.variable):
                     return seen.variable.name.removeprefix(".")
-        has_differed = None is not self._digest != digest_of(self._dataset())
-        return "" if has_differed else None
+        return None
 
     @property
     def has_lost(self) -> bool:

@@ -49,6 +49,7 @@ from keras_fastdata import (
     WorkerDiedError,
 )
 from keras_fastdata._dataset_internals import loader_of
+from keras_fastdata.building.referred_names import variables_of
 from keras_fastdata.datasets import generators
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
@@ -839,7 +840,7 @@ class Levels(GeneratorDataset):
         super().__init__(self.make, **kwargs)
         self.level = 0
 
-    def make(self):
+    def make(self, shard_index, num_shards):
         while True:
             yield np.full(3, self.level, "float32"), np.zeros(1)
 
@@ -877,6 +878,40 @@ def test_what_generators_in_processes_do_not_see_is_named_once(
         _model().fit(dataset, epochs=4, **fit)
     assert len(caplog.messages) == (workers is _PROCESS)
     assert name in caplog.text or workers is not _PROCESS
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("processes", [False, True])
+def test_generators_that_go_on_without_a_change_tell_nothing(
+    processes, count, caplog
+):
+    going_on = {"num_batches": 3, "restart": False, "batch_size": 2}
+    places = {"workers": count, "use_multiprocessing": processes}
+    with Levels(**going_on, **places) as dataset:
+        for _ in range(3):
+            assert len(list(dataset)) == 3
+            dataset.mark_changed()
+        shards = dataset._fastdata_plan.shards[0]
+        searched = [variable.name for variable in variables_of(shards)]
+    assert not caplog.messages
+    assert any(name.endswith(".level") for name in searched)
+    assert not [name for name in searched if "turns" in name]
+
+
+class Hooks(Levels):
+    def on_epoch_end(self):
+        self.level += 1
+
+
+def test_a_hook_of_generators_replaces_no_worker():
+    pids = set()
+    with Hooks(batch_size=2, num_batches=3, **_PROCESS) as dataset:
+        for level in range(3):
+            assert [int(x[0, 0]) for x, _ in dataset] == [level] * 3
+            (shards,) = dataset._fastdata_plan.shards
+            pids.update(loader_of(shards).pool_stats().pids.values())
+            dataset.on_epoch_end()
+    assert len(pids) == 1
 
 
 @pytest.mark.parametrize("workers", [{"workers": 1}, _PROCESS], ids=str)
