@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from keras_fastdata._call_stack import raise_of_handler
+from keras_fastdata.building.seeding import PRIVATE
 
+# Of a class of this package: the names of attributes that are not searched.
+PASSING = "_fastdata_passing"
 _TRIES = 3  # to read a container that another thread changes
 _MOST_ITEMS = 1_000  # of a container
 # What reads a container, whatever the methods of its class do.
@@ -49,6 +52,20 @@ def attributes_of(value: Any) -> dict[str, Any]:
         raise_of_handler(error)
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def lasting_names(value: Any, attributes: dict[str, Any]) -> list[str]:
+    """Returns the names of an object's attributes, but for this package's own.
+
+    Those are a dataset's `PRIVATE`, and what a class names in `PASSING`, such
+    as the present pass over a stream.
+    """
+    passing = vars(type(value)).get(PASSING, ())
+    return [
+        name
+        for name in list(attributes)
+        if name != PRIVATE and name not in passing
+    ]
 
 
 @functools.lru_cache(maxsize=1024)

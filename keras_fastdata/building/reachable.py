@@ -33,12 +33,12 @@ from keras_fastdata._modules import (
     modules_behind,
     names_in,
 )
-from keras_fastdata.building import seeding
 from keras_fastdata.building.attributes import (
     attributes_of,
     first_items,
     is_gone,
     items_of,
+    lasting_names,
     slot_values,
 )
 from keras_fastdata.building.code_names import modules_passed_on
@@ -234,9 +234,9 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         return
     # Sorted: the order of attributes may differ in a worker.
     attributes = attributes_of(value)
-    for name in sorted(name for name in attributes if isinstance(name, str)):
-        if name != seeding.PRIVATE:
-            yield f".{name}", attributes.get(name)
+    found = lasting_names(value, attributes)
+    for name in sorted(name for name in found if isinstance(name, str)):
+        yield f".{name}", attributes.get(name)
     for name, part in slot_values(value):
         yield f".{name}", part
 

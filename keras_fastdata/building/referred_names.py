@@ -47,6 +47,7 @@ from keras_fastdata.building.attributes import (
     first_items,
     has_attributes,
     items_of,
+    lasting_names,
     slots_of,
 )
 from keras_fastdata.building.cached_functions import calls_of, runs_of
@@ -58,7 +59,7 @@ from keras_fastdata.building.held_modules import (
     sources_to_import,
 )
 from keras_fastdata.building.process_variables import ProcessVariables
-from keras_fastdata.building.seeding import PASSING, PRIVATE
+from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.building.set_names import set_in_library
 from keras_fastdata.building.variables import (
     CODE,
@@ -273,7 +274,7 @@ class _VariableSearch:
             return
         self._class(type(value))
         attributes, held = attributes_of(value), _reference(value)
-        is_ours = _is_ours(type(value))
+        is_ours = type(value).__module__.startswith("keras_fastdata.")
         given = _given_to(attributes)
         if path and path != (SELF,) and has_attributes(value) and not is_ours:
             self._note_size(attributes, path)
@@ -602,16 +603,11 @@ def _names_in(value: Any, attributes: dict[str, Any]) -> list[str]:
     Those are of this package, or containers in which a layer of Keras keeps
     what it collects, such as its losses.
     """
-    names = [name for name in list(attributes) if name != PRIVATE]
+    names = lasting_names(value, attributes)
     kind: Any = type(value)
-    passing = getattr(kind, PASSING, ()) if _is_ours(kind) else ()
     keras = loaded("keras") if "keras" in packages_of(kind) else None
     private = keras_layers.collected_by(keras, value) if keras else ()
-    return [name for name in names if name not in {*private, *passing}]
-
-
-def _is_ours(kind: type) -> bool:
-    return kind.__module__.startswith("keras_fastdata.")
+    return [name for name in names if name not in private]
 
 
 def _given_to(attributes: dict[str, Any]) -> set[str]:

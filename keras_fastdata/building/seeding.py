@@ -32,8 +32,6 @@ PARTS = 8  # (epoch): `self.epoch_order`
 LENGTHS = 9  # (): samples whose lengths are asked for
 
 PRIVATE = "_fastdata"  # this package's attribute of a dataset
-# Of a class of this package: attributes in which nobody looks for changes.
-PASSING = "_fastdata_passing"
 
 _JOINED = 1 << 256  # marks a joined seed; seeds that users give are smaller
 _PART_MASK = (1 << 64) - 1  # the bits of a part

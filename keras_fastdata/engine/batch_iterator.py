@@ -46,6 +46,8 @@ def has_rest(loader: Loader, dataset: Dataset, length: int | None) -> bool:
 class BatchIterator(Iterator[Any]):
     """An iterator over the batches of one epoch."""
 
+    _fastdata_passing = ("_loader", "_epoch", "span")
+
     def __init__(self, loader: Loader, dataset: Dataset, epoch: Epoch) -> None:
         # How the latest batch came about, if it was timed.
         self.span: Span | None = None

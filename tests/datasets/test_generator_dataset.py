@@ -7,6 +7,7 @@ import concurrent.futures
 import functools
 import itertools
 import json
+import random
 import signal
 import threading
 import time
@@ -49,6 +50,7 @@ from keras_fastdata import (
     WorkerDiedError,
 )
 from keras_fastdata._dataset_internals import loader_of
+from keras_fastdata.building.held_generators import Search
 from keras_fastdata.building.referred_names import variables_of
 from keras_fastdata.datasets import generators
 
@@ -896,6 +898,31 @@ def test_generators_that_go_on_without_a_change_tell_nothing(
     assert not caplog.messages
     assert any(name.endswith(".level") for name in searched)
     assert not [name for name in searched if "turns" in name]
+
+
+RNG = random.Random(3)
+
+
+class DrawsLevels(Levels):
+    """Its hook draws from a generator in a global variable."""
+
+    def on_epoch_end(self):
+        self.level = RNG.randrange(1000)
+
+
+@everywhere
+def test_what_a_hook_draws_does_not_depend_on_the_present_pass(place):
+    def levels(**place):
+        found = []
+        with DrawsLevels(num_batches=2, seed=1, **place) as dataset:
+            for _ in range(3):
+                found.append([int(x[0]) for x, _ in dataset])
+                dataset.on_epoch_end()
+            held = [held.path for held in Search(dataset).held]
+        assert held == [f"{__name__}:RNG"]
+        return found
+
+    assert levels(**PLACES[place]) == levels(workers=0)
 
 
 class Hooks(Levels):

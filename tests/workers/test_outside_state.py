@@ -81,6 +81,7 @@ from sklearn import pipeline
 from keras_fastdata import FastPyDataset
 from keras_fastdata._modules import is_users, is_users_class
 from keras_fastdata.building.code_names import Root, names_of
+from keras_fastdata.building.reachable import reachable
 from keras_fastdata.building.referred_names import variables_of
 from keras_fastdata.engine import (
     framework_settings,
@@ -2592,6 +2593,19 @@ def test_a_value_may_need_a_module_that_imports_its_own(
     assert not caplog.text
     for name in ("circle_values", "circle_users"):
         sys.modules.pop(name)
+
+
+def test_only_the_dataset_of_an_iterator_in_an_attribute_is_searched():
+    with Holds(1, lambda held, _: held, workers=1) as inner:
+        iterator = iter(inner)
+        with Holds(iterator, lambda held, _: next(held), workers=0) as dataset:
+            assert int(next(iter(dataset))) == 1
+            names = [variable.name for variable in variables_of(dataset)]
+            steps = [step.way() for step in reachable(dataset)]
+    assert ".self.thing._dataset.thing" in names
+    found = {one.name for way in steps for one in way}
+    assert not [name for name in names if "_loader" in name]
+    assert found.isdisjoint({"._loader", "._epoch"})
 
 
 def test_a_decorator_of_wrapt_may_be_what_code_refers_to():
