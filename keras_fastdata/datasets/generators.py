@@ -90,7 +90,7 @@ class GeneratorDataset(FastPyDataset):
     - `rng`, a `np.random.Generator` that depends on seed, epoch and shard.
       `np.random`, `random` and torch's default generator are also seeded
       before every batch, except in threads.
-    - `start`, the number of items that the generator shall skip. It is used
+    - `start`, the items of its shard that the generator shall skip. It is used
       when a worker with one shard died, and when training is resumed with
       `num_shards=1`. Else a new generator yields all items again, and those
       already delivered are dropped; for `batch_timeout` this counts as one
