@@ -26,14 +26,10 @@ from keras_fastdata.engine.told_code import code_form, function_form
 from keras_fastdata.engine.told_forms import (
     NOT_TOLD,
     Deleted,
+    is_whole,
     told_form,
 )
-from keras_fastdata.engine.told_state import (
-    LOST,
-    StateLostError,
-    Told,
-    is_whole,
-)
+from keras_fastdata.engine.told_state import LOST, StateLostError, Told
 from keras_fastdata.engine.variable_parts import part_of
 
 _log = logging.getLogger("keras_fastdata")

@@ -63,6 +63,11 @@ class ToldForm:
         raise NotImplementedError
 
 
+def is_whole(form: Any) -> bool:
+    """Returns whether a worker that was given a form has the same content."""
+    return isinstance(form, ToldForm) and form.is_whole
+
+
 @dataclasses.dataclass(frozen=True)
 class Deleted(ToldForm):
     """Describes a variable that the program has deleted."""

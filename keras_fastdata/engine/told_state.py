@@ -30,7 +30,7 @@ from keras_fastdata.engine.module_sources import (
 from keras_fastdata.engine.plain_values import is_equal
 from keras_fastdata.engine.seen_values import Seen
 from keras_fastdata.engine.shown_values import Place, ShownValues
-from keras_fastdata.engine.told_forms import ToldForm
+from keras_fastdata.engine.told_forms import ToldForm, is_whole
 from keras_fastdata.engine.told_import import ToldLoader, spec_of
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.workers.base import LACKS, ONCE
@@ -319,11 +319,6 @@ class _Received:
         if self.told.is_strict:
             raise StateLostError(LOST % (lost, name))
         _log.warning(LOST, lost, name, extra={ONCE: f"{LACKS}{lost}"})
-
-
-def is_whole(form: Any) -> bool:
-    """Returns whether a worker that was given a form has the same content."""
-    return isinstance(form, ToldForm) and form.is_whole
 
 
 def _depth(place: Place) -> int:
