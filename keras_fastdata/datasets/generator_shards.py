@@ -47,8 +47,12 @@ class Spec(NamedTuple):
 
     @property
     def can_skip(self) -> bool:
-        """Whether a generator can be told how many items it shall skip."""
-        return self.source.takes_start and not self.repeats
+        """Whether a generator can begin amid the items of its shard.
+
+        The user's own iterator always does: it has given the items before.
+        """
+        begins_amid = self.source.takes_start and not self.repeats
+        return begins_amid or self.source.is_iterator
 
 
 class GeneratorShards(FastPyDataset):
@@ -65,11 +69,12 @@ class GeneratorShards(FastPyDataset):
         indices: The shards of this worker.
     """
 
-    _fastdata_passing = ("_running", "key", "since", "skipped")
+    _fastdata_passing = ("_running", "_taken", "key", "since", "skipped")
 
     def __init__(self, spec: Spec, indices: range, **kwargs: Any) -> None:
         super().__init__(shuffle=False, **kwargs)
         self.key = self.since = self.skipped = 0
+        self._taken: tuple[int, list[Any]] = 0, []
         self.spec = spec
         self.indices = indices
 
@@ -97,10 +102,20 @@ class GeneratorShards(FastPyDataset):
             if answer(self, "epoch") < self.since:
                 # A thread took this request before it was cancelled.
                 raise EndOfData("Another pass over the data has begun.")
-            running = self._running = _Running(self, self.key)
+            running = _Running(self, self.key)
             running.replay(index)
+            self._running = running  # not before: an interrupt may come
         running.skip_to(index)
         return running.next()
+
+    def taken_at(self, position: int) -> list[Any]:
+        """Returns the list of what an iterator has given for a batch so far.
+
+        An error or an interrupt may have ended the build of this batch.
+        """
+        if self._taken[0] != position:
+            self._taken = position, []
+        return self._taken[1]
 
     def on_worker_stop(self) -> None:
         running: _Running | None = vars(self).pop("_running", None)
@@ -120,7 +135,8 @@ class _Running:
         self._turns = 0
         self._live = [_Shard(owner, key, index) for index in owner.indices]
         self._place = 0
-        self._failed = False
+        # Whether a turn has begun and not ended; after an error it never does.
+        self._is_in_turn = False
         self._is_used = False  # by a thread
         self._is_iterator = owner.spec.source.is_iterator
 
@@ -136,7 +152,7 @@ class _Running:
         own iterator, of which there is one.
         """
         is_free = self._is_iterator or not self._is_used
-        is_ahead = turn >= self._turns + self._failed
+        is_ahead = turn >= self._turns + self._is_in_turn
         return is_free and key == self._key and is_ahead
 
     def replay(self, turns: int) -> None:
@@ -153,7 +169,7 @@ class _Running:
 
     def skip_to(self, turn: int) -> None:
         """Discards batches and end markers before `turn`, up to the end."""
-        while self._live and self._turns < turn and not self._failed:
+        while self._live and self._turns < turn and not self._is_in_turn:
             self.next(dropped=True)
 
     def close(self) -> None:
@@ -163,15 +179,13 @@ class _Running:
 
     def next(self, *, dropped: bool = False) -> Any:
         """Returns a batch, or an end marker, from the next shard in turn."""
-        if self._failed or not self._live:
+        if self._is_in_turn or not self._live:
             raise EndOfData("The generators have ended.")
+        self._is_in_turn = True
         self._place %= len(self._live)
         self._is_used = True
         try:
             found = self._live[self._place].next(dropped)
-        except BaseException:
-            self._failed = True
-            raise
         finally:
             self._is_used = False
         self._turns += 1
@@ -179,6 +193,7 @@ class _Running:
             self._place += 1
         else:
             del self._live[self._place]
+        self._is_in_turn = False
         return found
 
 
@@ -237,7 +252,7 @@ class _Shard:
         choice = self._spec.choice
         items = [choice.select(item) for item in items]
         if self._spec.batch_size is None:
-            return told, choice.split(items[0])
+            return told, choice.split(items.pop())
         numbers = range(first, first + len(items))
         return told, choice.split(
             collate(items, numbers, self._owner.empty, self._spec.padded)
@@ -247,6 +262,8 @@ class _Shard:
         """Returns the items of the next batch; an empty list at the end."""
         spec = self._spec
         items: list[Any] = []
+        if spec.source.is_iterator:
+            items = self._owner.taken_at(self._position)
         # If an item is a batch, the worker copies it as it copies any batch.
         is_batch = spec.batch_size is None
         self._seed()
@@ -258,8 +275,14 @@ class _Shard:
                     (*self._stream, self._round),
                     self._start * self._size,
                 )
-            for item in itertools.islice(self._generator, self._size):
-                items.append(item if is_batch else copied(item))
+            count = -1
+            while count < len(items) <= self._size:
+                if items and not is_batch:
+                    items[-1] = copied(items[-1])
+                count = len(items)
+                # In C: an interrupt cannot come between the two.
+                left = self._size - count
+                items.extend(itertools.islice(self._generator, min(1, left)))
         except EndOfData:
             pass
         except Exception as error:

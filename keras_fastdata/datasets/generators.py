@@ -15,11 +15,13 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import enum
+import itertools
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras_fastdata import _process_role
 from keras_fastdata._dataset_internals import (
@@ -115,8 +117,10 @@ class GeneratorDataset(FastPyDataset):
             the data has no end, `fit` then needs `steps_per_epoch`.
         restart: Whether every epoch makes new generators. `False`: an epoch
             goes on where the one before ended, and new generators are made
-            when the data ends; this needs `num_batches`. `None`: `True`, but
-            `False` for an iterator.
+            when the data ends; this needs `num_batches`. After an interrupt or
+            `close`, new generators yield all items again, and those already
+            delivered are dropped; after an exception of a generator, the next
+            epoch begins anew. `None`: `True`, but `False` for an iterator.
         drop_remainder: With `batch_size`: whether to leave out a smaller last
             batch of every shard. Defaults to `False`.
         pad_to: As in `SampleDataset`.
@@ -252,7 +256,7 @@ class GeneratorDataset(FastPyDataset):
 
     def close(self) -> None:
         """Ends the workers, and waits until they have ended."""
-        self._fastdata_plan.turns = None
+        self._fastdata_plan.end_pass()
         for shards in self._fastdata_plan.shards:
             shards.close()
         super().close()
@@ -298,7 +302,9 @@ _Place = tuple[tuple[int, int], int]
 class _Plan:
     """The configuration of a `GeneratorDataset`, and its current pass."""
 
-    _fastdata_passing = ("turns", "measured", "resumed", "version", "lock")
+    _fastdata_passing = (
+        *("turns", "ended", "measured", "resumed", "version", "lock"),
+    )
 
     restarts: bool  # whether each epoch makes new generators
     num_shards: int
@@ -307,6 +313,9 @@ class _Plan:
     workers: int  # 0 if the caller builds
     limit: WorkerLimit  # which workers the source of the items can use
     turns: _Turns | None = None  # the present pass over the shards
+    # With `restart=False`, the pass that `close`, an interrupt or an exception
+    # has ended.
+    ended: _Turns | None = None
     # The workers, once `fit` has had them.
     measured: GeneratorWorkers | None = None
     # The place of a loaded state, and the checksum of the batches before.
@@ -317,6 +326,36 @@ class _Plan:
     has_warned: bool = False
     # Held while a batch is taken: each call may begin a pass of its own.
     lock: ForkSafeLock = dataclasses.field(default_factory=ForkSafeLock)
+
+    def end_pass(self) -> None:
+        """Ends the present pass, whose generators are lost."""
+        if not self.restarts:
+            self.ended = self.turns or self.ended
+        self.turns = None
+
+    def lost_before(self, place: _Place) -> _Turns | None:
+        """Returns the pass that goes on at `place`, with new generators.
+
+        A pass that an exception of a generator has ended goes on only in the
+        same epoch, unless its source is an iterator.
+        """
+        if (ended := self.ended) is None or self.is_iterator:
+            return ended
+        has_failed = ended.state is _TurnState.FAILED
+        is_in_next_epoch = place[1] == 0 and ended.place != place
+        return None if has_failed and is_in_next_epoch else ended
+
+    def goes_on_at(self, place: _Place) -> bool:
+        """Returns whether the batch at `place` is of the present pass."""
+        if (turns := self.turns) is None or self.is_iterator:
+            return turns is not None
+        is_next = turns.place == place or not self.restarts
+        return turns.state is _TurnState.BETWEEN and is_next
+
+    @property
+    def is_iterator(self) -> bool:
+        """Whether the items come from the user's own iterator."""
+        return self.shards[0].spec.source.is_iterator
 
     def check_resumed(self, name: str, place: _Place) -> None:
         """Warns if the present pass is resumed after batches of other items."""
@@ -375,7 +414,7 @@ def _(dataset: GeneratorDataset) -> bool:
 @twin_of.register
 def _(dataset: GeneratorDataset) -> Any:
     plan = dataset._fastdata_plan
-    if any(shards.spec.source.is_iterator for shards in plan.shards):
+    if plan.is_iterator:
         raise LoaderError(
             f"{type(dataset).__name__} was made with an iterator, whose items "
             "come once: what is shown would be missing in training. Pass a "
@@ -427,40 +466,35 @@ def _(dataset: GeneratorDataset, state: State) -> dict[str, Any]:
 
 def _batch_at(dataset: GeneratorDataset, plan: _Plan, place: _Place) -> Any:
     """Returns the batch at `place`, from the present pass or a new one."""
-    turns, (epoch, index) = plan.turns, place
-    for known, batch in turns.latest if turns is not None else ():
-        if known == place:
-            return batch
-    if turns is None or (turns.place != place and plan.restarts):
-        rng = answer(dataset, "rng_for")(GENERATOR_KEY)
-        key = int(rng.integers(2**63))
-        if any(given := seeding.given_parts(epoch[0])):
-            stream = seeding.sequence(max(given), min(given), epoch[1])
-            key = seeding.joined(key, int(stream.generate_state(1)[0]))
-        turns = _Turns(plan.shards, key, plan.measured, place)
-        plan.turns, plan.version = turns, version_of(dataset)
-        plan.check_resumed(type(dataset).__name__, place)
-    elif plan.workers:
-        plan.check_seen(dataset)
-    turns.place = place
+    turns, (epoch, index) = plan.turns or plan.ended, place
+    if turns is not None and (known := turns.take_again(place)):
+        return known.batch
+    if plan.goes_on_at(place):
+        turns = plan.turns
+        if plan.workers:
+            plan.check_seen(dataset)
+    else:
+        turns = _begin_pass(dataset, plan, place)
+    assert turns is not None
+    turns.begin_batch(place)
     try:
         batch = turns.next(plan.measured)
     except (EndOfData, StopIteration) as error:
-        if plan.turns is not turns and plan.restarts:
+        if plan.turns is not turns:
             raise _OtherPassError from error
         if plan.num_batches is None or isinstance(error, StopIteration):
             raise
-    except BaseException:
-        plan.turns = None  # which shard is next is unknown
+    except Exception:
+        if turns.has_failed():
+            plan.end_pass()
         raise
     else:
-        if plan.turns not in (turns, None) and plan.restarts:
-            raise _OtherPassError
+        is_other = plan.turns not in (turns, None) and not plan.is_iterator
+        if is_other or turns.state is not _TurnState.TAKING:
+            raise _OtherPassError  # a signal handler has taken a batch
         if plan.measured is not None:
             plan.measured.note(epoch[1], index)
-        turns.move_to((epoch, index + 1))
-        if not plan.restarts:
-            turns.latest.append((place, batch))
+        turns.end_batch(batch, keeps=not plan.restarts)
         return batch
     way_out = "Pass the true number, or `None`"
     if plan.restarts:
@@ -471,6 +505,47 @@ def _batch_at(dataset: GeneratorDataset, plan: _Plan, place: _Place) -> Any:
     )
 
 
+def _begin_pass(
+    dataset: GeneratorDataset, plan: _Plan, place: _Place
+) -> _Turns:
+    """Makes new generators, which give the batch at `place` next."""
+    plan.end_pass()
+    if (ended := plan.lost_before(place)) is not None:
+        key, count = ended.key, ended.count
+    else:
+        (seed, epoch), count = place
+        key = int(answer(dataset, "rng_for")(GENERATOR_KEY).integers(2**63))
+        if any(given := seeding.given_parts(seed)):
+            stream = seeding.sequence(max(given), min(given), epoch)
+            key = seeding.joined(key, int(stream.generate_state(1)[0]))
+    turns = _Turns(plan.shards, key, plan.measured, count)
+    if ended is not None:
+        turns.latest.extend(ended.latest)
+    plan.turns, plan.version, plan.ended = turns, version_of(dataset), None
+    turns.begin_batch(place)
+    plan.check_resumed(type(dataset).__name__, place)
+    return turns
+
+
+class _Delivered(NamedTuple):
+    """A batch that may be asked for again."""
+
+    place: _Place
+    batch: Any
+    counted: int  # batches of its pass so far, with this one
+
+
+class _TurnState(enum.Enum):
+    """Whether it is known which shard is next: only in `BETWEEN`.
+
+    BETWEEN -> TAKING -> BETWEEN; TAKING -> FAILED
+    """
+
+    BETWEEN = enum.auto()  # a batch was delivered, and no other is being taken
+    TAKING = enum.auto()  # a batch is being taken, or an interrupt came then
+    FAILED = enum.auto()  # a generator has raised an exception
+
+
 class _Turns:
     """One pass over the data of all shards, in round-robin order."""
 
@@ -479,22 +554,29 @@ class _Turns:
         shards: list[GeneratorShards],
         key: int,
         measured: GeneratorWorkers | None,
-        place: _Place,
+        count: int,
     ) -> None:
-        """Begins a pass, and goes on to the batch of `place`."""
-        self.place, (_, index) = place, place  # of the next batch
-        # The last batches, each with its place.
-        self.latest: collections.deque[tuple[Any, Any]] = collections.deque(
+        """Begins a pass, and leaves out the first `count` batches."""
+        self.key = key
+        self.count = count  # batches that were delivered, or left out
+        self.place: _Place | None = None  # of the next batch
+        self.state = _TurnState.TAKING  # the batches to leave out
+        self.latest: collections.deque[_Delivered] = collections.deque(
             maxlen=_ASKED_FOR_AGAIN
         )
         self._rounds: list[Iterator[Any]] = []
+        # The batch that follows the first so many, if a worker has given it.
+        self._taken: tuple[int, list[Any]] = count, []
         spec = shards[0].spec
-        skipped = index if spec.num_shards == 1 and spec.can_skip else 0
+        self._is_iterator = spec.source.is_iterator
+        skipped = count if spec.num_shards == 1 and spec.can_skip else 0
         # The checksum of all batches so far; `None` if any was skipped.
         self.checksum: int | None = None if skipped else 0
         self.checksums: dict[_Place, int | None] = {}  # the latest, by place
-        # Checksums so far, by shard. What is skipped may have been read before.
-        self._chains: dict[int, int] = {0: UNKNOWN} if skipped else {}
+        # Checksums so far, by shard. What is skipped may have been read before;
+        # an iterator is not replayed.
+        is_unknown = skipped or self._is_iterator
+        self._chains: dict[int, int] = {0: UNKNOWN} if is_unknown else {}
         for one in shards:
             one.begin_pass(key, skipped)
             self._rounds.append(iterate_alone(one))
@@ -505,18 +587,54 @@ class _Turns:
                 each.request()  # or it would begin only at its first turn
         self._live = list(range(spec.num_shards))
         self._turn = 0  # position in `_live`
-        for _ in range(skipped, index):
+        for _ in range(skipped, count):
             self.next(measured)
+            self._taken[1].clear()
 
-    def move_to(self, place: _Place) -> None:
-        """Sets the place of the next batch."""
-        self.place = place
+    def take_again(self, place: _Place) -> _Delivered | None:
+        """Returns what was delivered at `place`, if that is kept."""
+        for known in self.latest:
+            if known.place == place:
+                # An interrupt may have come before it was counted.
+                self.count = max(self.count, known.counted)
+                return known
+        return None
+
+    def begin_batch(self, place: _Place) -> None:
+        """Notes that the batch at `place` is being taken."""
+        self.place, self.state = place, _TurnState.TAKING
+
+    def has_failed(self) -> bool:
+        """Returns whether a generator has raised the present exception.
+
+        Else a signal handler has raised it, while a batch was waited for.
+        """
+        for each in self._rounds:
+            if not isinstance(each, BatchIterator) or each.has_failed:
+                self.state = _TurnState.FAILED
+        return self.state is _TurnState.FAILED
+
+    def end_batch(self, batch: Any, *, keeps: bool) -> None:
+        """Counts a batch, and moves to the place of the next one.
+
+        With `keeps`, the batch can be asked for again.
+        """
+        assert self.place is not None
+        count, (epoch, index) = self.count + 1, self.place
+        if keeps:
+            self.latest.append(_Delivered(self.place, batch, count))
+        self.count = count
+        self.place = place = epoch, index + 1
         self.checksums[place] = self.checksum
         if len(self.checksums) > _SUMMED:
             del self.checksums[next(iter(self.checksums))]
+        self.state = _TurnState.BETWEEN
 
     def next(self, measured: GeneratorWorkers | None) -> Any:
         """Returns the next batch; raises `EndOfData` after the last batch."""
+        if self._taken[0] != self.count:
+            self._taken = self.count, []
+        _, taken = self._taken
         while self._live:
             self._turn %= len(self._live)
             shard = self._live[self._turn]
@@ -525,7 +643,12 @@ class _Turns:
             shards = self._rounds[worker]
             if measured is not None:
                 measured.begin_wait(worker, shards)
-            (what, before, after), *batch = next(shards)
+            if not taken:
+                # In C: an interrupt cannot come between the two.
+                taken.extend(itertools.islice(shards, 1))
+            if not taken:
+                raise StopIteration
+            (what, before, after), *batch = taken[0]
             known = self._chains.get(shard, 0)
             if UNKNOWN not in (before, known) and before != known:
                 raise LoaderError(
@@ -535,7 +658,8 @@ class _Turns:
                     "nothing random but the parameter `rng`; or add a "
                     "parameter `start` to the factory."
                 )
-            self._chains[shard] = int(after)
+            if not self._is_iterator:
+                self._chains[shard] = int(after)
             if what == BATCH:
                 if after == UNKNOWN:
                     self.checksum = None
@@ -545,6 +669,7 @@ class _Turns:
                 self._turn += 1
                 return batch[0]
             del self._live[self._turn]
+            taken.clear()
         raise EndOfData("All generators have ended.")
 
 

@@ -159,6 +159,11 @@ class BatchIterator(Iterator[Any]):
         return self._epoch.finished_by is Finish.END_OF_DATA
 
     @property
+    def has_failed(self) -> bool:
+        """Whether a batch has raised an error, which ended the epoch."""
+        return self._epoch.finished_by is Finish.FAILED
+
+    @property
     def is_read_only(self) -> bool:
         """Whether the latest batch is read-only."""
         kind = self._loader.settings.kind

@@ -125,10 +125,15 @@ class Position:
 
     def note_finish(self, epoch: Epoch) -> None:
         """Notes that an epoch is finished."""
-        if self._begun is not None and self._begun.epoch is epoch:
-            if epoch.finished_by is Finish.FAILED:
-                self._note_failure(epoch)
-            self._begun = self._beginning = None
+        begun = self._begun
+        if begun is None or begun.epoch is not epoch:
+            return
+        if epoch.finished_by is Finish.FAILED:
+            self._note_failure(epoch)
+        self._beginning = None
+        is_dropped = epoch.finished_by is Finish.ABANDONED
+        if epoch.delivered or not (begun.is_asked_again and is_dropped):
+            self._begun = None  # else a new iterator begins this epoch
 
     @contextlib.contextmanager
     def noting_failure(self, epoch: Epoch, ahead: Epoch) -> Iterator[None]:

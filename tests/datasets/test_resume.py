@@ -1543,6 +1543,21 @@ def test_a_chosen_epoch_begins_again_if_its_first_batch_was_interrupted(
         assert_same(list(resumed), expected)
 
 
+@pytest.mark.parametrize("place", ["inline", "2 processes", "4 threads"])
+def test_a_chosen_epoch_begins_again_when_its_iterator_has_been_dropped(place):
+    """The iterator was interrupted, and lived on until the epoch was chosen."""
+    with Drawn(seed=3, shuffle=True, **PLACES[place]) as dataset:
+        expected = list(dataset)
+        following = list(dataset)
+    with Drawn(seed=3, shuffle=True, **PLACES[place]) as dataset:
+        walk = iter(dataset)
+        walk.request()  # the epoch has begun, and no batch has come
+        dataset.set_epoch(0)
+        walk = iter(dataset)
+        assert_same(list(walk), expected)
+        assert_same(list(dataset), following)
+
+
 class Fails(keras.callbacks.Callback):
     """Raises an error before a batch has been trained on."""
 
