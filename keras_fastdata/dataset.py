@@ -385,7 +385,8 @@ class FastPyDataset(_Base):
 
     rng: _WhileBuilding[np.random.Generator] = _WhileBuilding(
         "A `np.random.Generator` for this batch alone: its draws depend only "
-        "on seed, epoch and index."
+        "on seed, epoch and index. If you ask for `dataset[3]`, outside of "
+        "epochs, the draws are others at each call."
     )
     rng_for: _WhileBuilding[Callable[..., np.random.Generator]] = (
         _WhileBuilding(

@@ -74,7 +74,7 @@ class GeneratorShards(FastPyDataset):
     def __init__(self, spec: Spec, indices: range, **kwargs: Any) -> None:
         super().__init__(shuffle=False, **kwargs)
         self.key = self.since = self.skipped = 0
-        self._taken: tuple[int, list[Any]] = 0, []
+        self._taken: dict[int, list[Any]] = {}  # see `taken_at`
         self.spec = spec
         self.indices = indices
 
@@ -111,11 +111,16 @@ class GeneratorShards(FastPyDataset):
     def taken_at(self, position: int) -> list[Any]:
         """Returns the list of what an iterator has given for a batch so far.
 
-        An error or an interrupt may have ended the build of this batch.
+        An error or an interrupt may have ended the build of this batch; or the
+        batch was built ahead, and the thread has ended since.
         """
-        if self._taken[0] != position:
-            self._taken = position, []
-        return self._taken[1]
+        return self._taken.setdefault(position, [])
+
+    def forget_before(self, position: int) -> None:
+        """Drops what an iterator has given for the batches delivered."""
+        for known in list(self._taken):
+            if known < position:
+                self._taken.pop(known, None)
 
     def on_worker_stop(self) -> None:
         running: _Running | None = vars(self).pop("_running", None)
@@ -252,7 +257,7 @@ class _Shard:
         choice = self._spec.choice
         items = [choice.select(item) for item in items]
         if self._spec.batch_size is None:
-            return told, choice.split(items.pop())
+            return told, choice.split(items[0])
         numbers = range(first, first + len(items))
         return told, choice.split(
             collate(items, numbers, self._owner.empty, self._spec.padded)

@@ -105,8 +105,7 @@ class GeneratorDataset(FastPyDataset):
             first two can be split among workers: by
             `split_dataset_by_node`, and by `get_worker_info()`. All others
             need `workers` 0 or 1. With `workers` 0, or 1 in a thread, it may
-            be an iterator, which serves one pass over its items. `close`
-            loses the items that a thread has read ahead.
+            be an iterator, which serves one pass over its items.
         batch_size: Items in a batch, at least 1, stacked as samples are in
             `SampleDataset`. `None`: each item is a batch. Defaults to `None`.
         columns: As in `SampleDataset`, where items are dicts.
@@ -557,7 +556,7 @@ class _Turns:
         count: int,
     ) -> None:
         """Begins a pass, and leaves out the first `count` batches."""
-        self.key = key
+        self._shards, self.key = shards, key
         self.count = count  # batches that were delivered, or left out
         self.place: _Place | None = None  # of the next batch
         self.state = _TurnState.TAKING  # the batches to leave out
@@ -624,6 +623,8 @@ class _Turns:
         if keeps:
             self.latest.append(_Delivered(self.place, batch, count))
         self.count = count
+        if self._is_iterator:
+            self._shards[0].forget_before(count)
         self.place = place = epoch, index + 1
         self.checksums[place] = self.checksum
         if len(self.checksums) > _SUMMED:

@@ -13,6 +13,7 @@ import pytest
 from places import FULL
 
 from keras_fastdata import GeneratorDataset, LoaderError
+from keras_fastdata._dataset_internals import loader_of
 
 HERE = {"inline": {"workers": 0}, "thread": {"workers": 1}}
 PLACES = {
@@ -157,15 +158,43 @@ def test_an_iterator_loses_nothing_by_its_own_error(place, at, error):
     assert found == list(range(ITEMS))
 
 
-def test_an_iterator_loses_nothing_by_close_without_workers():
+@pytest.mark.parametrize("place", HERE)
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_an_iterator_loses_nothing_by_close(place, batch_size):
+    """Nor what a thread has read ahead."""
+    numbers = iter([np.full(2, number) for number in range(ITEMS)])
     found = []
-    with stream(OwnIterator(), workers=0) as dataset:
-        for _ in range(4):
+    with GeneratorDataset(numbers, batch_size, **HERE[place]) as dataset:
+        for _ in range(2):
             for batch in dataset:
-                found += [number for number, _ in batch.tolist()]
-                if len(found) in (2, 10):
+                found += set(batch.ravel().tolist())
+                if len(found) in (4, 10):
                     dataset.close()
     assert found == list(range(ITEMS))
+
+
+def test_an_iterator_loses_nothing_by_an_interrupt_that_ends_its_thread(
+    monkeypatch,
+):
+    """An interrupt amid a step of the loader makes new threads."""
+    found, ends = [], [4, 10]
+    with GeneratorDataset(iter(range(ITEMS)), 2, workers=1) as dataset:
+        planner = loader_of(dataset._fastdata_plan.shards[0])._planner
+        ensure_order = planner.ensure_order
+
+        def interrupted(*args):
+            ensure_order(*args)
+            if len(found) in ends:
+                ends.remove(len(found))
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(planner, "ensure_order", interrupted)
+        batches = iter(dataset)
+        while len(found) < ITEMS:
+            with contextlib.suppress(KeyboardInterrupt):
+                found += next(batches).tolist()
+    assert found == list(range(ITEMS))
+    assert not ends
 
 
 class Lines:
