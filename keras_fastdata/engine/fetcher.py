@@ -147,9 +147,9 @@ class Fetcher:
         builds = fetch.phase is BUILDING
         workers = fetch.inline if builds else fetch.workers
         assert workers is not None
-        if fetch.wait is None:
-            fetch.wait = BatchWait(self._pool.name, epoch)
+        fetch.wait = fetch.wait or BatchWait(self._pool.name, epoch)
         self._pool.wait(workers, builds=builds)
+        self._pool.check_shutdown(builds=not self._in_effect.now.workers)
         fetch.wait.look(workers, self.results.cache is not None)
 
     # -- the next batch ------------------------------------------------------

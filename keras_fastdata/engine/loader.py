@@ -212,7 +212,7 @@ class Loader:
         if self._in_effect.auto is not None:
             self._in_effect.auto.ask()
         epoch.begin_request()
-        self._pool.check_shutdown()
+        self._pool.check_shutdown(builds=not self.settings.workers)
         with self._fetcher.begin(pause_after) as fetch:
             run, args = self._fallback.run, (epoch, dataset, fetch, counts)
             while (batch := run(self._deliver, *args)) is Outcome.PENDING:

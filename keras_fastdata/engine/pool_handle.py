@@ -271,17 +271,17 @@ class PoolHandle:
         if build_context.current_context() is not context:
             # An exception of a signal handler has ended the build.
             build_context.forget_context(self._dataset())
-        self.check_shutdown()
 
-    def check_shutdown(self) -> None:
+    def check_shutdown(self, *, builds: bool) -> None:
         """Ends the current daemon thread if the interpreter is exiting.
 
-        Silently: Python reports no SystemExit that ends a thread. In an
-        `atexit` handler it raises `LoaderError`.
+        Silently: Python reports no SystemExit that ends a thread. An `atexit`
+        handler gets a `LoaderError`, unless it `builds` its batches.
         """
-        if not self._shutdown.is_asked:
+        is_main = threading.current_thread() is threading.main_thread()
+        if not self._shutdown.is_asked or (builds and is_main):
             return
-        if threading.current_thread() is not threading.main_thread():
+        if not is_main:
             raise SystemExit
         raise LoaderError(
             f"{self.name} has ended its workers, as the interpreter ends: "

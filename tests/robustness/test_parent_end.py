@@ -268,6 +268,15 @@ def test_an_exit_handler_that_comes_too_late_is_told_so():
             next(batches)
 
 
+def test_an_exit_handler_may_build_batches_itself_at_any_time():
+    with Numbered(workers=0) as dataset:
+        batches = iter(dataset)
+        found = [next(batches)]
+        dataset._fastdata.loader._pool._shutdown.is_asked = True
+        found += batches
+        assert len(found) == len(dataset)
+
+
 @pytest.mark.long  # imports Keras once more
 def test_an_exit_handler_may_be_the_first_to_use_processes(tmp_path):
     path = tmp_path / "script.py"
