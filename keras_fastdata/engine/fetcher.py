@@ -195,7 +195,7 @@ class Fetcher:
                 self.results.note_structure(batch)
             self._position.note_delivery(epoch)
             self._factory.note_delivery(epoch, workers)
-            if fetch.is_thorough or prefetcher.should_fill(epoch):
+            if prefetcher.should_fill(epoch, fetch.is_thorough):
                 self.fill(workers, epoch)
             return batch
         workers.resume()

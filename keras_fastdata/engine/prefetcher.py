@@ -94,14 +94,21 @@ class Prefetcher:
             ):
                 return
 
-    def should_fill(self, epoch: Epoch) -> bool:
+    def should_fill(self, epoch: Epoch, is_thorough: bool = False) -> bool:
         """Returns whether to request more batches now.
 
         To wake a worker takes longer than anything else that is done for a
-        small batch. So up to half of the lookahead is requested together.
+        small batch. So up to half of the lookahead is requested together,
+        unless the fetch `is_thorough`.
+
+        Without workers, a batch is requested when it is awaited. If its epoch
+        were given up, the next epoch would build it first.
         """
+        if not self._in_effect.now.workers:
+            return False
         room = self._lookahead - epoch.ahead
-        return not 0 <= room < self._few or epoch.issued <= epoch.position
+        is_due = not 0 <= room < self._few or epoch.issued <= epoch.position
+        return is_thorough or is_due
 
     def leaves_little(self, held: int) -> bool:
         """Returns whether `held` batches leave less than half the lookahead."""

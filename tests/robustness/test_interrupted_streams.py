@@ -5,14 +5,16 @@ user's own iterator. With `restart=True` each epoch begins anew.
 """
 
 import contextlib
+import itertools
 import os
 import sys
 
+import keras
 import numpy as np
 import pytest
 from places import FULL
 
-from keras_fastdata import GeneratorDataset, LoaderError
+from keras_fastdata import FastPyDataset, GeneratorDataset, LoaderError
 from keras_fastdata._dataset_internals import loader_of
 
 HERE = {"inline": {"workers": 0}, "thread": {"workers": 1}}
@@ -195,6 +197,63 @@ def test_an_iterator_loses_nothing_by_an_interrupt_that_ends_its_thread(
                 found += next(batches).tolist()
     assert found == list(range(ITEMS))
     assert not ends
+
+
+class Stopping(keras.callbacks.Callback):
+    """Ends `fit` after the third batch, with or without an error."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2 and self.how == "stop":
+            self.model.stop_training = True
+        elif batch == 2:
+            raise KeyError("mine")
+
+
+def endless():
+    for number in itertools.count():
+        yield np.full(1, number, "float32"), np.zeros(1, "float32")
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("how", ["stop", "raise"])
+@pytest.mark.parametrize("place", ["inline", "thread"])
+def test_a_stream_goes_on_after_a_fit_that_ended_amid_an_epoch(place, how):
+    dataset = GeneratorDataset(
+        endless, 1, num_batches=6, restart=False, **HERE[place]
+    )
+    held = []  # as notebooks and tracebacks hold them
+    with dataset:
+        for _ in range(2):
+            model = keras.Sequential([keras.layers.Dense(1)])
+            model.build((None, 1))
+            model.compile("sgd", "mse")
+            with contextlib.suppress(KeyError):
+                model.fit(dataset, verbose=0, callbacks=[Stopping(how)])
+            held.append(model)
+        assert next(iter(dataset))[0].tolist() == [[6]]
+
+
+def test_an_epoch_that_was_given_up_builds_no_further_batch_inline(tmp_path):
+    class Told(FastPyDataset):
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, index):
+            with (tmp_path / "told").open("a") as told:
+                told.write(f"{self.epoch}.{index} ")
+            return np.full(1, index)
+
+    dataset = Told(workers=0)
+    held = iter(dataset)
+    next(held)
+    assert len(list(dataset)) == 5
+    told = (tmp_path / "told").read_text().split()
+    assert told == ["0.0", *(f"1.{index}" for index in range(5))]
+    assert int(next(held)[0]) == 1
 
 
 class Lines:
