@@ -240,16 +240,17 @@ class GeneratorDataset(FastPyDataset):
         With `restart=True`, an index out of sequence starts a new pass. With
         `restart=False`, the generators go on.
         """
-        plan = self._fastdata_plan
-        builds = build_context.current_context() is not None
+        plan, context = self._fastdata_plan, build_context.current_context()
         # In the order in which a build takes the two.
-        held = nullcontext() if builds or plan.workers else preserved_globals()
+        is_safe = context is not None or plan.workers
+        held = nullcontext() if is_safe else preserved_globals()
+        is_epoch = context is not None and context.dataset is self
         with held, plan.lock.own():
             while True:
                 # A loaded state may have another seed.
                 place = (answer(self, "seed"), answer(self, "epoch")), index
                 try:
-                    return _batch_at(self, plan, place)
+                    return _batch_at(self, plan, place, is_epoch)
                 except _OtherPassError:
                     continue
 
@@ -463,11 +464,20 @@ def _(dataset: GeneratorDataset, state: State) -> dict[str, Any]:
     return known if checksum is None else {**known, "checksum": checksum}
 
 
-def _batch_at(dataset: GeneratorDataset, plan: _Plan, place: _Place) -> Any:
-    """Returns the batch at `place`, from the present pass or a new one."""
-    turns, (epoch, index) = plan.turns or plan.ended, place
-    if turns is not None and (known := turns.take_again(place)):
-        return known.batch
+def _batch_at(
+    dataset: GeneratorDataset, plan: _Plan, place: _Place, is_epoch: bool
+) -> Any:
+    """Returns the batch at `place`, from the present pass or a new one.
+
+    `is_epoch` tells whether an epoch of the dataset itself asks for it.
+    """
+    turns, (epoch, index) = plan.turns or plan.lost_before(place), place
+    if turns is not None:
+        if is_epoch and not _process_role.is_worker():
+            done = loader_of(dataset).checkpoint.count_delivered
+            turns.move_undelivered(place, done)
+        if (known := turns.take_again(place)) is not None:
+            return known.batch
     if plan.goes_on_at(place):
         turns = plan.turns
         if plan.workers:
@@ -493,7 +503,7 @@ def _batch_at(dataset: GeneratorDataset, plan: _Plan, place: _Place) -> Any:
             raise _OtherPassError  # a signal handler has taken a batch
         if plan.measured is not None:
             plan.measured.note(epoch[1], index)
-        turns.end_batch(batch, keeps=not plan.restarts)
+        turns.end_batch(batch, keeps=not plan.restarts, is_epoch=is_epoch)
         return batch
     way_out = "Pass the true number, or `None`"
     if plan.restarts:
@@ -532,6 +542,7 @@ class _Delivered(NamedTuple):
     place: _Place
     batch: Any
     counted: int  # batches of its pass so far, with this one
+    is_epoch: bool  # whether an epoch of the dataset itself has asked for it
 
 
 class _TurnState(enum.Enum):
@@ -599,6 +610,25 @@ class _Turns:
                 return known
         return None
 
+    def move_undelivered(
+        self, place: _Place, count_delivered: Callable[[int], int]
+    ) -> None:
+        """Moves what an epoch has built in vain to the next epoch's `place`.
+
+        An interrupt may come between the build and the delivery of a batch.
+        """
+        before = self.latest[-1].place[0] if self.latest else place[0]
+        if before == place[0]:
+            return
+        delivered, moved = count_delivered(before[1]), []
+        for known in self.latest:
+            is_of_epoch = known.is_epoch and known.place[0] == before
+            if is_of_epoch and known.place[1] >= delivered:
+                known = known._replace(place=place)
+                place = place[0], place[1] + 1
+            moved.append(known)
+        self.latest = collections.deque(moved, maxlen=_ASKED_FOR_AGAIN)
+
     def begin_batch(self, place: _Place) -> None:
         """Notes that the batch at `place` is being taken."""
         self.place, self.state = place, _TurnState.TAKING
@@ -613,7 +643,7 @@ class _Turns:
                 self.state = _TurnState.FAILED
         return self.state is _TurnState.FAILED
 
-    def end_batch(self, batch: Any, *, keeps: bool) -> None:
+    def end_batch(self, batch: Any, *, keeps: bool, is_epoch: bool) -> None:
         """Counts a batch, and moves to the place of the next one.
 
         With `keeps`, the batch can be asked for again.
@@ -621,7 +651,7 @@ class _Turns:
         assert self.place is not None
         count, (epoch, index) = self.count + 1, self.place
         if keeps:
-            self.latest.append(_Delivered(self.place, batch, count))
+            self.latest.append(_Delivered(self.place, batch, count, is_epoch))
         self.count = count
         if self._is_iterator:
             self._shards[0].forget_before(count)

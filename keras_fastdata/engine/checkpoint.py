@@ -95,6 +95,10 @@ class Checkpoint:
                 _warn_of_what_builds_change(dataset, self._pool.name)
             self._pool.run(self._go_to, state, state.seed != known)
 
+    def count_delivered(self, epoch: int) -> int:
+        """Returns how many batches of an epoch consumers have."""
+        return self._position.count_delivered(epoch)
+
     def set_epoch(self, dataset: Dataset, epoch: int) -> None:
         """Makes the dataset continue with the first batch of `epoch`.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -104,6 +105,15 @@ class Position:
     def latest_schedule(self) -> Schedule | None:
         """The order of the epoch that delivered the latest batch, if known."""
         return None if self._latest is None else self._latest.schedule
+
+    def count_delivered(self, number: int) -> int:
+        """Returns how many batches of an epoch consumers have."""
+        epoch = self._latest
+        if epoch is None or epoch.number is None or epoch.number < number:
+            return 0
+        if epoch.number > number:
+            return sys.maxsize  # all that will ever be
+        return epoch.position_before(0)
 
     @property
     def upcoming(self) -> int:

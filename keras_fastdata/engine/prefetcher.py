@@ -100,12 +100,9 @@ class Prefetcher:
         To wake a worker takes longer than anything else that is done for a
         small batch. So up to half of the lookahead is requested together,
         unless the fetch `is_thorough`.
-
-        Without workers, a batch is requested when it is awaited. If its epoch
-        were given up, the next epoch would build it first.
         """
         if not self._in_effect.now.workers:
-            return False
+            return False  # or the next epoch would build it, and in vain
         room = self._lookahead - epoch.ahead
         is_due = not 0 <= room < self._few or epoch.issued <= epoch.position
         return is_thorough or is_due

@@ -16,6 +16,7 @@ from places import FULL
 
 from keras_fastdata import FastPyDataset, GeneratorDataset, LoaderError
 from keras_fastdata._dataset_internals import loader_of
+from keras_fastdata.workers import inline
 
 HERE = {"inline": {"workers": 0}, "thread": {"workers": 1}}
 PLACES = {
@@ -118,6 +119,34 @@ def test_a_new_epoch_begins_where_an_interrupt_has_ended_the_one_before(
                     found.append(batch.tolist())
     assert found == expected[: len(found)]
     assert 12 <= len(found) < 15  # one epoch was cut short
+
+
+@pytest.mark.parametrize("source", [Interrupting, OwnIterator])
+@pytest.mark.parametrize("place", HERE)
+@pytest.mark.parametrize("builds", [1, 2, 3, 6])
+def test_a_batch_whose_delivery_was_interrupted_comes_in_the_next_epoch(
+    place, source, builds, monkeypatch
+):
+    """The interrupt comes after the build of the batch, and before `next`."""
+    with stream(source(), **HERE[place]) as dataset:
+        expected = taken(dataset, 3)
+    build_here, left, found = inline.build_here, [builds], []
+
+    def interrupted(*args):
+        built = build_here(*args)
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return built
+
+    monkeypatch.setattr(inline, "build_here", interrupted)
+    with stream(source(), **HERE[place]) as dataset:
+        for _ in range(4):
+            with contextlib.suppress(KeyboardInterrupt):
+                for batch in dataset:
+                    found.append(batch.tolist())
+    assert left[0] <= 0
+    assert found[: len(expected)] == expected
 
 
 @pytest.mark.parametrize("place", PLACES)
