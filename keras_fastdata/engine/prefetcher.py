@@ -97,9 +97,8 @@ class Prefetcher:
     def should_fill(self, epoch: Epoch, is_thorough: bool = False) -> bool:
         """Returns whether to request more batches now.
 
-        To wake a worker takes longer than anything else that is done for a
-        small batch. So up to half of the lookahead is requested together,
-        unless the fetch `is_thorough`.
+        To wake a worker takes longer than all else that is done for a small
+        batch. So half of the lookahead is requested together, as a rule.
         """
         if not self._in_effect.now.workers:
             return False  # or the next epoch would build it, and in vain
