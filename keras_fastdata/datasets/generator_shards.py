@@ -220,7 +220,8 @@ class _Shard:
         self._generator: Iterator[Any] | None = None
         self._position = 0  # batches since the round began
         self._start = 0  # batches that the generator was told to skip
-        self._chain = 0
+        # No new generator repeats what an iterator has given.
+        self._chain = UNKNOWN if owner.spec.source.is_iterator else 0
         self._held: list[Held] = []  # random generators of the factory
 
     def skip(self, batches: int) -> bool:
@@ -282,7 +283,7 @@ class _Shard:
                 )
             count = -1
             while count < len(items) <= self._size:
-                if items and not is_batch:
+                if items and not is_batch:  # an interrupt may have come before
                     items[-1] = copied(items[-1])
                 count = len(items)
                 # In C: an interrupt cannot come between the two.

@@ -12,22 +12,17 @@ which shard is next.
 
 from __future__ import annotations
 
-import collections
 import copy
 import dataclasses
-import enum
-import itertools
 import logging
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 from keras_fastdata import _process_role
 from keras_fastdata._dataset_internals import (
     answer,
     internals_of,
-    iterate_alone,
     loader_of,
     make_twin,
     state_dict_of,
@@ -50,15 +45,13 @@ from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.collate import Mask, Padded, Padding
 from keras_fastdata.datasets.columns import ColumnChoice
 from keras_fastdata.datasets.generator_shards import (
-    BATCH,
-    UNKNOWN,
     GeneratorShards,
     Spec,
 )
 from keras_fastdata.datasets.generator_source import GeneratorSource
+from keras_fastdata.datasets.generator_turns import Place, Turns, TurnState
 from keras_fastdata.datasets.generator_workers import GeneratorWorkers
 from keras_fastdata.datasets.order import GENERATOR_KEY
-from keras_fastdata.engine.batch_iterator import BatchIterator
 from keras_fastdata.engine.pool_handle import ForkSafeLock
 from keras_fastdata.engine.sharding import has_random_access
 from keras_fastdata.engine.state_dict import State
@@ -66,11 +59,6 @@ from keras_fastdata.errors import EndOfData, LoaderError
 from keras_fastdata.metrics.recorder import WorkersWithin
 from keras_fastdata.metrics.worker_kinds import WorkerLimit
 
-# Batches that are kept with `restart=False`: `fit` asks again for its first
-# batches if a hook changed the dataset after Keras had looked at them.
-_ASKED_FOR_AGAIN = 2
-# Batches whose checksums are kept; Keras takes far fewer ahead.
-_SUMMED = 1000
 # Arguments of `FastPyDataset` that have no meaning here.
 _REFUSED = ("shuffle", "cache", "cache_bytes", "cache_version", "on_error")
 
@@ -294,10 +282,6 @@ class _OtherPassError(Exception):
     """Another pass has begun, in a signal handler, or `close` was called."""
 
 
-# A dataset's seed and epoch, and the index of a batch.
-_Place = tuple[tuple[int, int], int]
-
-
 @dataclasses.dataclass(eq=False)
 class _Plan:
     """The configuration of a `GeneratorDataset`, and its current pass."""
@@ -312,14 +296,14 @@ class _Plan:
     shards: list[GeneratorShards]  # one object for each worker
     workers: int  # 0 if the caller builds
     limit: WorkerLimit  # which workers the source of the items can use
-    turns: _Turns | None = None  # the present pass over the shards
+    turns: Turns | None = None  # the present pass over the shards
     # With `restart=False`, the pass that `close`, an interrupt or an exception
     # has ended.
-    ended: _Turns | None = None
+    ended: Turns | None = None
     # The workers, once `fit` has had them.
     measured: GeneratorWorkers | None = None
     # The place of a loaded state, and the checksum of the batches before.
-    resumed: tuple[_Place, Any] | None = None
+    resumed: tuple[Place, Any] | None = None
     # Of the dataset, as the generators of the present pass were made, or as
     # `check_seen` was called last; and whether that has logged its warning.
     version: object = None
@@ -333,7 +317,7 @@ class _Plan:
             self.ended = self.turns or self.ended
         self.turns = None
 
-    def lost_before(self, place: _Place) -> _Turns | None:
+    def lost_before(self, place: Place) -> Turns | None:
         """Returns the pass that goes on at `place`, with new generators.
 
         A pass that an exception of a generator has ended goes on only in the
@@ -341,23 +325,23 @@ class _Plan:
         """
         if (ended := self.ended) is None or self.is_iterator:
             return ended
-        has_failed = ended.state is _TurnState.FAILED
+        has_failed = ended.state is TurnState.FAILED
         is_in_next_epoch = place[1] == 0 and ended.place != place
         return None if has_failed and is_in_next_epoch else ended
 
-    def goes_on_at(self, place: _Place) -> bool:
+    def goes_on_at(self, place: Place) -> bool:
         """Returns whether the batch at `place` is of the present pass."""
         if (turns := self.turns) is None or self.is_iterator:
             return turns is not None
         is_next = turns.place == place or not self.restarts
-        return turns.state is _TurnState.BETWEEN and is_next
+        return turns.state is TurnState.BETWEEN and is_next
 
     @property
     def is_iterator(self) -> bool:
         """Whether the items come from the user's own iterator."""
         return self.shards[0].spec.source.is_iterator
 
-    def check_resumed(self, name: str, place: _Place) -> None:
+    def check_resumed(self, name: str, place: Place) -> None:
         """Warns if the present pass is resumed after batches of other items."""
         if self.resumed is None or self.turns is None:
             return
@@ -465,7 +449,7 @@ def _(dataset: GeneratorDataset, state: State) -> dict[str, Any]:
 
 
 def _batch_at(
-    dataset: GeneratorDataset, plan: _Plan, place: _Place, is_epoch: bool
+    dataset: GeneratorDataset, plan: _Plan, place: Place, is_epoch: bool
 ) -> Any:
     """Returns the batch at `place`, from the present pass or a new one.
 
@@ -494,12 +478,13 @@ def _batch_at(
         if plan.num_batches is None or isinstance(error, StopIteration):
             raise
     except Exception:
-        if turns.has_failed():
+        turns.note_error()
+        if turns.state is TurnState.FAILED:
             plan.end_pass()
         raise
     else:
         is_other = plan.turns not in (turns, None) and not plan.is_iterator
-        if is_other or turns.state is not _TurnState.TAKING:
+        if is_other or turns.state is not TurnState.TAKING:
             raise _OtherPassError  # a signal handler has taken a batch
         if plan.measured is not None:
             plan.measured.note(epoch[1], index)
@@ -514,9 +499,7 @@ def _batch_at(
     )
 
 
-def _begin_pass(
-    dataset: GeneratorDataset, plan: _Plan, place: _Place
-) -> _Turns:
+def _begin_pass(dataset: GeneratorDataset, plan: _Plan, place: Place) -> Turns:
     """Makes new generators, which give the batch at `place` next."""
     plan.end_pass()
     if (ended := plan.lost_before(place)) is not None:
@@ -527,181 +510,12 @@ def _begin_pass(
         if any(given := seeding.given_parts(seed)):
             stream = seeding.sequence(max(given), min(given), epoch)
             key = seeding.joined(key, int(stream.generate_state(1)[0]))
-    turns = _Turns(plan.shards, key, plan.measured, count)
+    turns = Turns(plan.shards, key, plan.measured, count)
     if ended is not None:
         turns.latest.extend(ended.latest)
     plan.turns, plan.version, plan.ended = turns, version_of(dataset), None
-    turns.begin_batch(place)
     plan.check_resumed(type(dataset).__name__, place)
     return turns
-
-
-class _Delivered(NamedTuple):
-    """A batch that may be asked for again."""
-
-    place: _Place
-    batch: Any
-    counted: int  # batches of its pass so far, with this one
-    is_epoch: bool  # whether an epoch of the dataset itself has asked for it
-
-
-class _TurnState(enum.Enum):
-    """Whether it is known which shard is next: only in `BETWEEN`.
-
-    BETWEEN -> TAKING -> BETWEEN; TAKING -> FAILED
-    """
-
-    BETWEEN = enum.auto()  # a batch was delivered, and no other is being taken
-    TAKING = enum.auto()  # a batch is being taken, or an interrupt came then
-    FAILED = enum.auto()  # a generator has raised an exception
-
-
-class _Turns:
-    """One pass over the data of all shards, in round-robin order."""
-
-    def __init__(
-        self,
-        shards: list[GeneratorShards],
-        key: int,
-        measured: GeneratorWorkers | None,
-        count: int,
-    ) -> None:
-        """Begins a pass, and leaves out the first `count` batches."""
-        self._shards, self.key = shards, key
-        self.count = count  # batches that were delivered, or left out
-        self.place: _Place | None = None  # of the next batch
-        self.state = _TurnState.TAKING  # the batches to leave out
-        self.latest: collections.deque[_Delivered] = collections.deque(
-            maxlen=_ASKED_FOR_AGAIN
-        )
-        self._rounds: list[Iterator[Any]] = []
-        # The batch that follows the first so many, if a worker has given it.
-        self._taken: tuple[int, list[Any]] = count, []
-        spec = shards[0].spec
-        self._is_iterator = spec.source.is_iterator
-        skipped = count if spec.num_shards == 1 and spec.can_skip else 0
-        # The checksum of all batches so far; `None` if any was skipped.
-        self.checksum: int | None = None if skipped else 0
-        self.checksums: dict[_Place, int | None] = {}  # the latest, by place
-        # Checksums so far, by shard. What is skipped may have been read before;
-        # an iterator is not replayed.
-        is_unknown = skipped or self._is_iterator
-        self._chains: dict[int, int] = {0: UNKNOWN} if is_unknown else {}
-        for one in shards:
-            one.begin_pass(key, skipped)
-            self._rounds.append(iterate_alone(one))
-        for worker, each in enumerate(self._rounds):
-            if len(self._rounds) > 1 and isinstance(each, BatchIterator):
-                if measured is not None:
-                    measured.begin_wait(worker, each)
-                each.request()  # or it would begin only at its first turn
-        self._live = list(range(spec.num_shards))
-        self._turn = 0  # position in `_live`
-        for _ in range(skipped, count):
-            self.next(measured)
-            self._taken[1].clear()
-
-    def take_again(self, place: _Place) -> _Delivered | None:
-        """Returns what was delivered at `place`, if that is kept."""
-        for known in self.latest:
-            if known.place == place:
-                # An interrupt may have come before it was counted.
-                self.count = max(self.count, known.counted)
-                return known
-        return None
-
-    def move_undelivered(
-        self, place: _Place, count_delivered: Callable[[int], int]
-    ) -> None:
-        """Moves what an epoch has built in vain to the next epoch's `place`.
-
-        An interrupt may come between the build and the delivery of a batch.
-        """
-        before = self.latest[-1].place[0] if self.latest else place[0]
-        if before == place[0]:
-            return
-        delivered, moved = count_delivered(before[1]), []
-        for known in self.latest:
-            is_of_epoch = known.is_epoch and known.place[0] == before
-            if is_of_epoch and known.place[1] >= delivered:
-                known = known._replace(place=place)
-                place = place[0], place[1] + 1
-            moved.append(known)
-        self.latest = collections.deque(moved, maxlen=_ASKED_FOR_AGAIN)
-
-    def begin_batch(self, place: _Place) -> None:
-        """Notes that the batch at `place` is being taken."""
-        self.place, self.state = place, _TurnState.TAKING
-
-    def has_failed(self) -> bool:
-        """Returns whether a generator has raised the present exception.
-
-        Else a signal handler has raised it, while a batch was waited for.
-        """
-        for each in self._rounds:
-            if not isinstance(each, BatchIterator) or each.has_failed:
-                self.state = _TurnState.FAILED
-        return self.state is _TurnState.FAILED
-
-    def end_batch(self, batch: Any, *, keeps: bool, is_epoch: bool) -> None:
-        """Counts a batch, and moves to the place of the next one.
-
-        With `keeps`, the batch can be asked for again.
-        """
-        assert self.place is not None
-        count, (epoch, index) = self.count + 1, self.place
-        if keeps:
-            self.latest.append(_Delivered(self.place, batch, count, is_epoch))
-        self.count = count
-        if self._is_iterator:
-            self._shards[0].forget_before(count)
-        self.place = place = epoch, index + 1
-        self.checksums[place] = self.checksum
-        if len(self.checksums) > _SUMMED:
-            del self.checksums[next(iter(self.checksums))]
-        self.state = _TurnState.BETWEEN
-
-    def next(self, measured: GeneratorWorkers | None) -> Any:
-        """Returns the next batch; raises `EndOfData` after the last batch."""
-        if self._taken[0] != self.count:
-            self._taken = self.count, []
-        _, taken = self._taken
-        while self._live:
-            self._turn %= len(self._live)
-            shard = self._live[self._turn]
-            # That worker's shards take the same turns: this shard is next.
-            worker = shard % len(self._rounds)
-            shards = self._rounds[worker]
-            if measured is not None:
-                measured.begin_wait(worker, shards)
-            if not taken:
-                # In C: an interrupt cannot come between the two.
-                taken.extend(itertools.islice(shards, 1))
-            if not taken:
-                raise StopIteration
-            (what, before, after), *batch = taken[0]
-            known = self._chains.get(shard, 0)
-            if UNKNOWN not in (before, known) and before != known:
-                raise LoaderError(
-                    f"The generator of shard {shard} cannot be replayed: the "
-                    "worker that had it was lost, and a new generator did not "
-                    "give the same batches again. Let its items depend on "
-                    "nothing random but the parameter `rng`; or add a "
-                    "parameter `start` to the factory."
-                )
-            if not self._is_iterator:
-                self._chains[shard] = int(after)
-            if what == BATCH:
-                if after == UNKNOWN:
-                    self.checksum = None
-                elif self.checksum is not None:
-                    told = b"%d" % after
-                    self.checksum = zlib.crc32(told, self.checksum)
-                self._turn += 1
-                return batch[0]
-            del self._live[self._turn]
-            taken.clear()
-        raise EndOfData("All generators have ended.")
 
 
 def _shards(

@@ -52,7 +52,7 @@ from keras_fastdata import (
 from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.building.held_generators import Search
 from keras_fastdata.building.referred_names import variables_of
-from keras_fastdata.datasets import generators
+from keras_fastdata.datasets import generator_turns
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -184,7 +184,7 @@ def test_an_epoch_that_was_broken_off_is_followed_by_a_whole_one():
 
 def test_requests_of_a_pass_that_was_broken_off_make_no_generator(monkeypatch):
     made, goes_on = [], threading.Event()
-    iterate = generators.iterate_alone
+    iterate = generator_turns.iterate_alone
 
     def factory():
         made.append(len(made))
@@ -202,7 +202,7 @@ def test_requests_of_a_pass_that_was_broken_off_make_no_generator(monkeypatch):
 
     with GeneratorDataset(factory) as dataset:
         assert next(iter(dataset)) == 0
-        monkeypatch.setattr(generators, "iterate_alone", begin)
+        monkeypatch.setattr(generator_turns, "iterate_alone", begin)
         assert [int(item) for item in dataset] == list(range(6))
     assert made == [0, 1]
 

@@ -12,18 +12,13 @@ import sys
 import keras
 import numpy as np
 import pytest
-from places import FULL
+from places import FULL, PLACES
 
 from keras_fastdata import FastPyDataset, GeneratorDataset, LoaderError
 from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.workers import inline
 
-HERE = {"inline": {"workers": 0}, "thread": {"workers": 1}}
-PLACES = {
-    **HERE,
-    "2 threads": {"workers": 2},
-    "2 processes": {"workers": 2, "use_multiprocessing": True},
-}
+HERE = ["inline", "1 thread"]
 ITEMS = 24  # of one pass over the data
 
 
@@ -97,9 +92,9 @@ def taken(dataset, epochs):
 def test_generators_go_on_after_an_interrupt_in_any_epoch(
     place, num_shards, at
 ):
-    with stream(Interrupting(), num_shards, **HERE[place]) as dataset:
+    with stream(Interrupting(), num_shards, **PLACES[place]) as dataset:
         expected = taken(dataset, 5)
-    with stream(Interrupting(at), num_shards, **HERE[place]) as dataset:
+    with stream(Interrupting(at), num_shards, **PLACES[place]) as dataset:
         assert taken(dataset, 5) == expected
 
 
@@ -109,10 +104,10 @@ def test_generators_go_on_after_an_interrupt_in_any_epoch(
 def test_a_new_epoch_begins_where_an_interrupt_has_ended_the_one_before(
     place, num_shards, at
 ):
-    with stream(Interrupting(), num_shards, **HERE[place]) as dataset:
+    with stream(Interrupting(), num_shards, **PLACES[place]) as dataset:
         expected = taken(dataset, 5)
     found = []
-    with stream(Interrupting(at), num_shards, **HERE[place]) as dataset:
+    with stream(Interrupting(at), num_shards, **PLACES[place]) as dataset:
         for _ in range(5):
             with contextlib.suppress(KeyboardInterrupt):
                 for batch in dataset:
@@ -128,7 +123,7 @@ def test_a_batch_whose_delivery_was_interrupted_comes_in_the_next_epoch(
     place, source, builds, monkeypatch
 ):
     """The interrupt comes after the build of the batch, and before `next`."""
-    with stream(source(), **HERE[place]) as dataset:
+    with stream(source(), **PLACES[place]) as dataset:
         expected = taken(dataset, 3)
     build_here, left, found = inline.build_here, [builds], []
 
@@ -140,7 +135,7 @@ def test_a_batch_whose_delivery_was_interrupted_comes_in_the_next_epoch(
         return built
 
     monkeypatch.setattr(inline, "build_here", interrupted)
-    with stream(source(), **HERE[place]) as dataset:
+    with stream(source(), **PLACES[place]) as dataset:
         for _ in range(4):
             with contextlib.suppress(KeyboardInterrupt):
                 for batch in dataset:
@@ -149,7 +144,7 @@ def test_a_batch_whose_delivery_was_interrupted_comes_in_the_next_epoch(
     assert found[: len(expected)] == expected
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [*HERE, "4 threads", "2 processes"])
 @pytest.mark.parametrize("before", [2, 5])
 def test_generators_go_on_after_close(place, before):
     with stream(Interrupting(), 2, **PLACES[place]) as dataset:
@@ -178,7 +173,7 @@ def test_an_epoch_after_the_error_of_a_generator_has_new_generators():
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_an_iterator_loses_nothing_by_its_own_error(place, at, error):
     found = []
-    with stream(OwnIterator(at, error), **HERE[place]) as dataset:
+    with stream(OwnIterator(at, error), **PLACES[place]) as dataset:
         while len(found) < ITEMS:
             try:
                 for batch in dataset:
@@ -195,7 +190,7 @@ def test_an_iterator_loses_nothing_by_close(place, batch_size):
     """Nor what a thread has read ahead."""
     numbers = iter([np.full(2, number) for number in range(ITEMS)])
     found = []
-    with GeneratorDataset(numbers, batch_size, **HERE[place]) as dataset:
+    with GeneratorDataset(numbers, batch_size, **PLACES[place]) as dataset:
         for _ in range(2):
             for batch in dataset:
                 found += set(batch.ravel().tolist())
@@ -249,10 +244,10 @@ def endless():
 
 @pytest.mark.backend
 @pytest.mark.parametrize("how", ["stop", "raise"])
-@pytest.mark.parametrize("place", ["inline", "thread"])
+@pytest.mark.parametrize("place", HERE)
 def test_a_stream_goes_on_after_a_fit_that_ended_amid_an_epoch(place, how):
     dataset = GeneratorDataset(
-        endless, 1, num_batches=6, restart=False, **HERE[place]
+        endless, 1, num_batches=6, restart=False, **PLACES[place]
     )
     held = []  # as notebooks and tracebacks hold them
     with dataset:
@@ -311,7 +306,7 @@ class Lines:
 def traced(source, num_shards, place, at=None):
     """The batches of two epochs, and the lines that have run."""
     lines, found = Lines(at), []
-    with stream(source(), num_shards, **HERE[place]) as dataset:
+    with stream(source(), num_shards, **PLACES[place]) as dataset:
         for _ in range(2):
             batches = None
             while True:
