@@ -33,6 +33,7 @@ from keras_fastdata.engine.state_dict import State
 from keras_fastdata.errors import EndOfData
 from keras_fastdata.metrics.recorder import WorkersWithin
 from keras_fastdata.metrics.worker_kinds import NO_LIMIT, WorkerLimit
+from keras_fastdata.workers.signals import DeferredSignals
 
 # Names whose values differ between epochs, and those that depend on the seed.
 _VARYING = frozenset(["rng", "rng_for", "epoch_order", "epoch"])
@@ -211,7 +212,8 @@ def loader_of(dataset: Dataset) -> Loader:
     """Returns a dataset's loader, and creates it if necessary."""
     internals = internals_of(dataset)
     if internals.loader is None:
-        with _creating.own():  # two threads may ask at once
+        # Two threads, or a signal handler, may ask at once.
+        with DeferredSignals(), _creating.own():
             if internals.loader is None:
                 loader = Loader(dataset, internals.settings)
                 loader.changes.version = internals.version

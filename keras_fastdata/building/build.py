@@ -437,7 +437,7 @@ def run_seeded(
     restored.
     """
     rng = seeding.generator(*stream, 2)
-    context = Context(stream[0], epoch, 0, None, dataset=dataset, _rng=rng)
+    context = Context(stream[0], epoch, 0, None, dataset=dataset, _rng=[rng])
     found = held_generators.Search(dataset).held
     around = build_context.current_context()
     try:

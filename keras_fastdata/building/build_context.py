@@ -30,21 +30,33 @@ _MANY = 64  # datasets consumed by one thread: the dead ones are dropped
 Empty = Callable[..., npt.NDArray[Any]]
 
 
+def _first(
+    made: list[np.random.Generator],
+    make: Callable[..., np.random.Generator],
+    *key: int,
+) -> np.random.Generator:
+    """Returns the generator in `made`, and makes it if there is none.
+
+    Several threads may make one, and the first one counts. With a lock, a
+    signal handler that interrupts this could not wait for another thread.
+    """
+    if not made:
+        made.append(make(*key))
+    return made[0]
+
+
 class SampleContext:
     """Holds the random generator of one sample during `get_sample`."""
 
     def __init__(self, key: tuple[int, ...]) -> None:
         self._key = key
-        self._rng: np.random.Generator | None = None
+        self._rng: list[np.random.Generator] = []  # once there is one
 
     def rng(
         self, rng_for: Callable[..., np.random.Generator]
     ) -> np.random.Generator:
         """Returns the sample's random generator; the first call creates it."""
-        with _making:
-            if self._rng is None:
-                self._rng = rng_for(*self._key)
-            return self._rng
+        return _first(self._rng, rng_for, *self._key)
 
 
 @dataclasses.dataclass
@@ -71,7 +83,7 @@ class Context:
     part: SampleContext | None = None
     # The batch in whose build, and thread, this one is built.
     outer: Context | None = None
-    _rng: np.random.Generator | None = None
+    _rng: list[np.random.Generator] = dataclasses.field(default_factory=list)
     interrupts: bool = False  # whether a signal handler builds it amid `outer`
     _holds: tuple[int, bool] | None = None
     # The function that builds, and the signal handlers that may interrupt it.
@@ -113,17 +125,13 @@ class Context:
 
     def rewind_rng(self) -> None:
         """Resets `rng` to the start of its random stream."""
-        self._rng = None
+        self._rng = []
 
     @property
     def rng(self) -> np.random.Generator:
         """The random generator of this batch."""
-        if self._rng is None:
-            with _making:
-                self._rng = self._rng or seeding.generator(
-                    self.seed, seeding.BATCH, self.epoch, self.index
-                )
-        return self._rng
+        key = self.seed, seeding.BATCH, self.epoch, self.index
+        return _first(self._rng, seeding.generator, *key)
 
     def rng_for(self, *key: int) -> np.random.Generator:
         return seeding.generator(self.seed, seeding.PART, self.epoch, *key)
@@ -151,7 +159,6 @@ class _Current(threading.local):
 
 _current = _Current()
 _building_in: dict[int, Context] = {}  # `_current.context` of other threads
-_making: Any = threading.RLock()  # held while a generator is made
 _builds_begun = 0  # threads may count two builds as one
 
 
@@ -162,6 +169,12 @@ def current_context() -> Context | None:
     """
     context = _current.context
     return None if context is None or context.is_interrupted else context
+
+
+def has_interrupted_a_build() -> bool:
+    """Returns whether a signal handler runs amid a build of this thread."""
+    context = _current.context
+    return context is not None and context.is_interrupted
 
 
 def count_build() -> None:
@@ -317,10 +330,7 @@ def _enter(context: Context | None) -> None:
 
 def _after_fork() -> None:
     """Drops the state of threads that do not exist in the forked child."""
-    global _making
     _building_in.clear()
-    if not _making._is_owned():
-        _making = threading.RLock()
     _enter(_current.context)
 
 

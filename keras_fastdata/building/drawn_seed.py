@@ -9,6 +9,7 @@ two datasets with `default_rng(3)` still draw different noise from `np.random`.
 
 from __future__ import annotations
 
+import itertools
 import random
 import weakref
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_fastdata.building import global_rng, seeding
+from keras_fastdata.building import build_context, global_rng, seeding
 from keras_fastdata.building.generator_wrappers import was_given_seed
 from keras_fastdata.building.held_generators import Search
 
@@ -26,6 +27,7 @@ _LEAST_OF_TORCH = 1 << 32  # of seeds that PyTorch draws, but for 1 in 2**21
 
 # By the owner of a generator: how many datasets have drawn a seed from it.
 _times_drawn: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_drawn_in_handlers = itertools.count()  # numbers such seeds
 _tell_that_random_is_seeded: list[Callable[[], bool]] = []
 
 
@@ -57,7 +59,7 @@ def draw_seed(dataset: Any) -> int:
             words = outside_words if held.is_outside else own_words
             words += [int.from_bytes(state), times]
             _times_drawn[owner] = times + 1
-    own = _draw_own_part()
+    own = _own_part()
     global_rng.note_seed_drawn()
     if not own_words and not outside_words:
         return own
@@ -71,6 +73,14 @@ def is_repeatable() -> bool:
         or was_given_seed(_random.get_bit_generator())
         or _seeded_torch() is not None
     )
+
+
+def _own_part() -> int:
+    """Draws a seed from the generators that all datasets share."""
+    if not build_context.has_interrupted_a_build():
+        return _draw_own_part()
+    with global_rng.preserved_globals():  # the build goes on to draw from them
+        return _mixed([_draw_own_part(), next(_drawn_in_handlers)])
 
 
 def _draw_own_part() -> int:

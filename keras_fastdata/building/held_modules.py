@@ -48,7 +48,7 @@ class HeldModules:
             return []
         self._searched = now
         return [
-            (module, self._names.union(_own_names_of(module)))
+            (module, self._names.union(own_names_of(module)))
             if self._is_computed and is_users_module(module)
             else (module, self._names)
             for module in dict.fromkeys(self.modules)
@@ -83,7 +83,7 @@ def names_known(
     return (names & had) | ((names | {"__getattr__"}) & held)
 
 
-def _own_names_of(module: types.ModuleType) -> Iterator[str]:
+def own_names_of(module: types.ModuleType) -> Iterator[str]:
     """Yields the names of a module's variables, but not of other modules."""
     for name, value in list(vars(module).items()):
         if not (is_pythons(name, value) or type(value) is types.ModuleType):

@@ -14,6 +14,10 @@ from typing import Any
 from keras_fastdata import _process_role
 from keras_fastdata._modules import loaded
 
+# Of one draw, which takes milliseconds. A signal handler may have interrupted
+# it, and wait for the thread whose turn is next.
+_STUCK_S = 10.0
+
 # Not a plain lock: a signal handler of the main thread may draw, too.
 _turn: Any = threading.RLock()
 
@@ -28,11 +32,23 @@ def take_turns() -> None:
 
     @functools.wraps(draw)
     def draw_in_turn(*args: Any, **kwargs: Any) -> Any:
-        with _turn:
+        turn = _take_turn()
+        try:
             return draw(*args, **kwargs)
+        finally:
+            turn.release()
 
     draw_in_turn.takes_turns = True  # type: ignore[attr-defined]
     kind.next = draw_in_turn
+
+
+def _take_turn() -> Any:
+    """Acquires the lock, or a new one if the thread that has it is stuck."""
+    global _turn
+    while not (turn := _turn).acquire(timeout=_STUCK_S):
+        if turn is _turn:
+            _turn = threading.RLock()
+    return turn
 
 
 def _after_fork() -> None:

@@ -58,12 +58,13 @@ def _of_class(kind: type) -> Iterator[Any]:
         yield type(kind)
     for name, value in sorted(vars(kind).items()):
         is_code = callable(value) or hasattr(type(value), "__get__")
-        if name in _WRITTEN:
+        is_of_c = isinstance(value, types.GetSetDescriptorType)
+        if name in _WRITTEN and not is_of_c:
             value = _WRITTEN[name](value)
         elif name.startswith("__") and (
             name in _PYTHONS
+            or is_of_c
             or not (is_code or isinstance(value, (str, int, float)))
-            or isinstance(value, types.GetSetDescriptorType)
         ):
             continue  # Python's own, and not all of it there at once
         if name not in _WRITTEN or value:

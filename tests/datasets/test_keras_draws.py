@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 
 import keras
@@ -10,6 +12,7 @@ import pytest
 from samples import Numbered
 
 from keras_fastdata import GeneratorDataset
+from keras_fastdata.building import keras_draws
 
 pytestmark = pytest.mark.backend
 
@@ -70,6 +73,43 @@ def test_threads_of_a_stream_draw_no_number_twice(generator):
             yield _drawn(generator)[0]
 
     with GeneratorDataset(numbers, batch_size=1, workers=2) as dataset:
+        assert _count_of_equal(dataset) == 0
+
+
+class Interrupted(keras.random.SeedGenerator):
+    """Gets a signal when the main thread draws."""
+
+    @property
+    def state(self):
+        if threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGUSR1)
+        return self._state
+
+    @state.setter
+    def state(self, value):
+        self._state = value
+
+
+def test_a_signal_handler_reads_threads_that_draw_though_it_interrupts_a_draw(
+    monkeypatch,
+):
+    """The threads would wait for the end of that draw, and so for ever."""
+    monkeypatch.setattr(keras_draws, "_STUCK_S", 0.1)
+    counts = []
+    interrupted = Interrupted(5)
+    with Draws(keras.random.SeedGenerator(4), workers=2) as dataset:
+        assert len(list(dataset)) == 20  # draws take turns from now on
+
+        def read(number, frame):
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            counts.append(len(list(dataset)))
+
+        before = signal.signal(signal.SIGUSR1, read)
+        try:
+            _drawn(interrupted)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert counts == [20]
         assert _count_of_equal(dataset) == 0
 
 

@@ -28,7 +28,7 @@ from samples import (
 )
 
 from keras_fastdata import FastPyDataset
-from keras_fastdata.building import build_context, global_rng
+from keras_fastdata.building import global_rng, seeding
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -376,33 +376,29 @@ def test_a_dataset_that_is_iterated_in_a_build_gives_the_same_bytes_anywhere(
     assert (len({tuple(order) for order in orders}) > 1) == shuffle
 
 
-def test_a_forked_child_draws_though_a_thread_was_making_a_generator():
-    made, forked = threading.Event(), threading.Event()
+def test_a_signal_handler_reads_threads_though_it_interrupts_a_draw(
+    monkeypatch,
+):
+    """Each batch of the threads draws, too."""
+    generator, read = seeding.generator, []
 
-    def hold():
-        with build_context._making:
-            made.set()
-            assert forked.wait(60)
+    def interrupted(*key):
+        if threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGUSR1)
+        return generator(*key)
 
-    with Random(workers=0) as dataset:
-        thread = threading.Thread(target=hold, daemon=True)
-        thread.start()
-        assert made.wait(60)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            pid = os.fork()
-        if not pid:
-            status = 1
-            try:
-                signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                signal.alarm(60)
-                next(iter(dataset))
-                status = 0
-            finally:
-                os._exit(status)
-        forked.set()
-        thread.join(60)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    with OwnRng(workers=2) as other, Random(workers=0, seed=1) as dataset:
+        expected = list(Random(workers=0, seed=1))
+        monkeypatch.setattr(seeding, "generator", interrupted)
+        handler = signal.signal(
+            signal.SIGUSR1, lambda *_: read.append(len(list(other)))
+        )
+        try:
+            batches = list(dataset)
+        finally:
+            signal.signal(signal.SIGUSR1, handler)
+    assert equal(batches, expected)
+    assert read == [len(expected)] * len(expected)
 
 
 def test_in_a_forked_child_no_thread_holds_the_global_generators():

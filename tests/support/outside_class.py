@@ -1,4 +1,4 @@
-"""A module whose class has a property."""
+"""A module whose class has properties."""
 
 import sys
 import types
@@ -15,6 +15,14 @@ class _Module(types.ModuleType):
     def scale(self, value):
         global _scale
         _scale = value
+
+    @property
+    def kept_scale(self):
+        return vars(self).get("_kept", 1)
+
+    @kept_scale.setter
+    def kept_scale(self, value):
+        vars(self)["_kept"] = value
 
 
 sys.modules[__name__].__class__ = _Module

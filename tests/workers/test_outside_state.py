@@ -2650,6 +2650,10 @@ def _of_a_class(*_):
     return outside_class.scale
 
 
+def _kept_by_a_class(*_):
+    return outside_class.kept_scale
+
+
 def _of_an_object(*_):
     return outside_object.scale
 
@@ -2748,6 +2752,7 @@ _SETTERS = {
     _of_a_made_module: functools.partial(setattr, outside_made.made, "scale"),
     _of_a_function: lambda scale: outside_function.update(scale=scale),
     _of_a_class: functools.partial(setattr, outside_class, "scale"),
+    _kept_by_a_class: functools.partial(setattr, outside_class, "kept_scale"),
     _of_an_object: functools.partial(setattr, outside_object, "scale"),
 }
 
@@ -2757,7 +2762,7 @@ _SETTERS = {
 @pytest.mark.parametrize(
     "read",
     [
-        *(_of_a_function, _of_a_class, _of_an_object),
+        *(_of_a_function, _of_a_class, _kept_by_a_class, _of_an_object),
         *(_of_a_package, _of_a_path, _of_a_made_module),
         *(_in_metadata, _in_an_annotation),
         *(_in_wrapt, *_BY_TEXT),
@@ -2771,6 +2776,15 @@ def test_a_setting_that_a_module_makes_is_as_it_is_now(read, place, cache):
     with Holds(0, read, cache=cache, **EVERY_KIND[place]) as dataset:
         for scale in (-1, 1, -1):
             set_scale(scale)
+            assert [int(batch) for batch in dataset] == [scale] * 3
+
+
+@pytest.mark.parametrize("read", [_of_a_class, _kept_by_a_class])
+def test_a_directory_is_for_the_setting_of_a_module_of_a_class(read, tmp_path):
+    place = {"workers": 0, "cache": tmp_path, "cache_version": 1}
+    with Holds(0, read, **place) as dataset:
+        for scale in (-1, 1, -1):
+            _SETTERS[read](scale)
             assert [int(batch) for batch in dataset] == [scale] * 3
 
 
