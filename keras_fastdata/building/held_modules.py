@@ -11,7 +11,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from keras_fastdata._modules import is_users_module, names_in
+from keras_fastdata._modules import is_users_class, is_users_module, names_in
 from keras_fastdata._unimported import FoundSource, sources_of
 from keras_fastdata.building.assignments import is_pythons
 from keras_fastdata.building.code_names import computes_names, modules_passed_on
@@ -48,7 +48,7 @@ class HeldModules:
             return []
         self._searched = now
         return [
-            (module, self._names.union(own_names_of(module)))
+            (module, self._names.union(_own_names_of(module)))
             if self._is_computed and is_users_module(module)
             else (module, self._names)
             for module in dict.fromkeys(self.modules)
@@ -69,21 +69,32 @@ def sources_to_import(
         yield from sources_of(module, missing, seen, but=there)
 
 
-def count_among(names: frozenset[str], variables: dict[str, Any]) -> int:
+def count_among(names: frozenset[str], module: types.ModuleType) -> int:
     """Returns how many of the names a module has, to show additions."""
-    return len(names & variables.keys())
+    return len(_asked_for(module, names) & vars(module).keys())
 
 
 def names_known(
     module: types.ModuleType, names: frozenset[str]
 ) -> frozenset[str]:
     """Returns which of the names a module has, or had when it was imported."""
-    held = vars(module).keys()
+    names, held = _asked_for(module, names), vars(module).keys()
     had = names_set_by(module) or frozenset()
     return (names & had) | ((names | {"__getattr__"}) & held)
 
 
-def own_names_of(module: types.ModuleType) -> Iterator[str]:
+def _asked_for(
+    module: types.ModuleType, names: frozenset[str]
+) -> frozenset[str]:
+    """Returns what code that uses `names` may ask a module for.
+
+    If its class is the user's, a property may ask for any variable.
+    """
+    is_odd = is_users_class(type(module))
+    return names.union(_own_names_of(module)) if is_odd else names
+
+
+def _own_names_of(module: types.ModuleType) -> Iterator[str]:
     """Yields the names of a module's variables, but not of other modules."""
     for name, value in list(vars(module).items()):
         if not (is_pythons(name, value) or type(value) is types.ModuleType):

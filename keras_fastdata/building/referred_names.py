@@ -56,7 +56,6 @@ from keras_fastdata.building.held_modules import (
     HeldModules,
     count_among,
     names_known,
-    own_names_of,
     sources_to_import,
 )
 from keras_fastdata.building.process_variables import ProcessVariables
@@ -389,12 +388,9 @@ class _VariableSearch:
             for part, name in set_in_library(module, names):
                 self._global(vars(part), name, part.__name__)
             return
+        self._class(type(module))  # it may be the user's, with properties
         variables = vars(module)
-        if is_users_class(type(module)):  # with properties, or a `__getattr__`
-            self._class(type(module))
-            self._note_size(variables)
-            names = names.union(own_names_of(module))
-        read = functools.partial(count_among, names, variables)
+        read = functools.partial(count_among, names, module)
         self._add(Variable(read, (), "", True))
         for name in names_known(module, names):
             self._global(variables, name, module.__name__)
