@@ -9,6 +9,9 @@ its address.
 from __future__ import annotations
 
 import ctypes
+import functools
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -93,12 +96,24 @@ class _Memory:
         """Returns the state's bytes, or `b""` if the format is unknown."""
         if not self.is_known:
             return b""
-        with self.bits.lock:  # another thread may be drawing
-            return bytes(self._view.raw)
+        read = functools.partial(getattr, self._view, "raw")
+        found: bytes = _locked(self.bits.lock, read)
+        return found
 
     def write(self, state: bytes) -> None:
-        with self.bits.lock:
-            self._view.raw = state
+        write = functools.partial(setattr, self._view, "raw", state)
+        _locked(self.bits.lock, write)
+
+
+def _locked(lock: Any, step: Callable[[], Any]) -> Any:
+    """Returns the result of a step; another thread may be drawing.
+
+    All of it runs in C: a signal handler that came while the lock is held could
+    wait for a thread that draws, and so for ever.
+    """
+    steps = lock.acquire, step, lock.release
+    _, result, _ = map(operator.call, steps)
+    return result
 
 
 def _packed(state: Any) -> bytes:

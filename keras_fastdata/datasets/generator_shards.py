@@ -9,7 +9,6 @@ whether the dropped batches were those that had been delivered.
 from __future__ import annotations
 
 import itertools
-import random
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -306,18 +305,14 @@ class _Shard:
         if self._owner.workers and not self._owner.use_multiprocessing:
             return  # the threads of a process share the global generators
         factory = self._spec.source.factory
-        key = *self._stream, self._round, self._position
-        words = np.random.SeedSequence(key).generate_state(10)
-        np.random.seed(words[:4])
-        random.seed(words[4:8].tobytes())
-        if (torch := seeding.loaded_torch()) is not None:
-            torch.default_generator.manual_seed(int(words[8:].view("u8")[0]))
+        key = self._index, self._round, self._position
+        seeding.reseed_globals(self._key, *key)
         if self._generator is None and getattr(factory, "reseeds", True):
             self._held = Search(factory).held
         # All parts of an iterable must have the same order, if they shuffle.
         shared = isinstance(factory, Passes)
         for held in self._held:
-            held.reseed(self._key, *key[2 if shared else 1 :])
+            held.reseed(self._key, *key[1 if shared else 0 :])
 
 
 def _checksum(part: Any, before: int) -> int:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -27,7 +28,7 @@ from samples import (
     equal,
 )
 
-from keras_fastdata import FastPyDataset
+from keras_fastdata import FastPyDataset, GeneratorDataset
 from keras_fastdata.building import global_rng, seeding
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
@@ -374,6 +375,39 @@ def test_a_dataset_that_is_iterated_in_a_build_gives_the_same_bytes_anywhere(
     orders = inline[:, :, 0].tolist()
     assert all(sorted(order) == list(range(6)) for order in orders)
     assert (len({tuple(order) for order in orders}) > 1) == shuffle
+
+
+def _drawn_items(rng):
+    for index in range(3):
+        yield np.array([index, np.random.randint(99)])
+
+
+@pytest.mark.parametrize(
+    "make", [Random, lambda **kwargs: GeneratorDataset(_drawn_items, **kwargs)]
+)
+def test_no_step_of_python_runs_while_the_lock_of_numpy_is_held(make):
+    """A signal handler may come at each, and wait for a thread that draws."""
+    lock, held, steps = np.random.get_bit_generator().lock, set(), 0
+    is_held = getattr(lock, "_is_owned", None) or lock.locked
+
+    def trace(frame, event, _):
+        nonlocal steps
+        frame.f_trace_opcodes, steps = True, steps + 1
+        if is_held():
+            held.add((frame.f_code.co_qualname, frame.f_lineno))
+        return trace
+
+    np.random.randn()  # leaves a number that was drawn in advance
+    with make(workers=0, seed=1) as dataset:
+        next(iter(dataset))  # what is imported or compiled is
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            list(dataset)
+        finally:
+            sys.settrace(before)
+    assert not held
+    assert steps > 1000
 
 
 def test_a_signal_handler_reads_threads_though_it_interrupts_a_draw(
