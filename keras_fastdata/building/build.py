@@ -206,7 +206,7 @@ class Builder:
                 self._after_build(self.dataset)
                 state = self._worker_state
                 if state is not None and state.count_build():
-                    self._look_for_lost_state(state)
+                    self._look_for_lost_state(state, batch)
                 return batch
             found, interrupts = self._held(), context.interrupts
             with preserved_globals(), _Preserved(found, interrupts):
@@ -325,17 +325,19 @@ class Builder:
         attributes = vars(self.dataset).items()
         return {k: v for k, v in attributes if k not in self._own}
 
-    def _look_for_lost_state(self, state: LostStateMonitor) -> None:
+    def _look_for_lost_state(self, state: LostStateMonitor, batch: Any) -> None:
         """Warns once if builds change this worker's copy of the dataset."""
-        paths = state.look(vars(self.dataset))
+        paths = state.look(vars(self.dataset), batch)
         if not paths:
             return
         self._worker_state = None
         _log.warning(
             "%s.__getitem__ changes %s in worker processes. Each has "
             "a copy of the dataset, so the change is lost: neither the "
-            "training process nor another worker sees it. Return the value "
-            "with the batch, or build in this process "
+            "training process nor another worker sees it, and batches that "
+            "depend on it differ from run to run. Copy an array before you "
+            "edit it, shuffle in `on_epoch_end`, and return other values with "
+            "the batch; or build in this process "
             "(`use_multiprocessing=False`).",
             type(self.dataset).__name__,
             ", ".join(f"`self.{path}`" for path in paths),

@@ -6,32 +6,43 @@ A worker opens a file once: an attribute is lost state if it changes again
 after the first build.
 
 Checked are attributes to which the training process gave a value other than
-`None`; the items of short lists, dicts and sets among these, and the positions
-of iterators; and the same in objects of the user's own classes. Entries that a
-dict gains or loses belong to a cache, and are ignored. One check takes some 50
-us, and checks become rarer.
+`None`; some items of containers and arrays among these, and the positions of
+iterators; and the same in objects of the user's own classes. Checks become
+rarer.
+
+Not lost is what a worker keeps for itself: entries that a dict gains or loses,
+and numbers that are written over `None`, 0 or NaN, belong to a cache. An array
+with the shape of a batch is a buffer that each build fills.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 import warnings
-from collections.abc import Iterator, Sized
-from typing import Any
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata._modules import is_users
 from keras_fastdata.building.seeding import PRIVATE
+from keras_fastdata.memory import checksum
 
-_MOST_ITEMS = 64  # of a container that is checked
+_MOST_ITEMS = 64  # of a container that are checked
+_MOST_NUMBERS = 1024  # of an array
+_MOST_INSIDE = 16  # of a container or an array in another one
 _MOST_OBJECTS = 32  # whose attributes are checked
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
 _SEQUENCES = (list, collections.deque)
 
-# A path, such as "stats.count", to a value and the content of a container.
-_Seen = dict[str, tuple[Any, Any]]
+
+class _Seen(NamedTuple):
+    """What was seen of a value, and in it, by index or key."""
+
+    told: Any  # see `_told`
+    parts: dict[Any, _Seen]
 
 
 class LostStateMonitor:
@@ -40,12 +51,14 @@ class LostStateMonitor:
     def __init__(self, attributes: dict[str, Any]) -> None:
         self._builds = 0
         self._interval = 1
+        self._batch = _Shapes()
         self.begin(attributes)
 
     def begin(self, attributes: dict[str, Any]) -> None:
         """Starts to monitor `attributes`, and discards all earlier values."""
         self._given = dict(_places(attributes))
-        self._seen: _Seen | None = None
+        # By path, such as "stats.count".
+        self._seen: dict[str, _Seen] | None = None
         self._next = self._builds + 1
 
     def count_build(self) -> bool:
@@ -53,12 +66,17 @@ class LostStateMonitor:
         self._builds += 1
         return self._builds >= self._next
 
-    def look(self, attributes: dict[str, Any]) -> list[str]:
-        """Returns the paths of attributes that changed since the last call."""
+    def look(self, attributes: dict[str, Any], batch: Any = None) -> list[str]:
+        """Returns the paths of attributes that changed since the last call.
+
+        `batch` is what was built last.
+        """
+        self._batch.add(batch)
         before, self._seen = self._seen, {}
         for path, value in _places(attributes):
-            if self._given.get(path) is not None:
-                self._seen[path] = value, _content(value)
+            is_given = self._given.get(path) is not None
+            if is_given and not self._batch.has(value):
+                self._seen[path] = _seen(value)
         if before is None:
             self._next = self._builds + 1
             return []
@@ -66,9 +84,35 @@ class LostStateMonitor:
         self._next = self._builds + self._interval
         return [
             path
-            for path, (value, content) in self._seen.items()
-            if path in before and _differs(before[path], value, content)
+            for path, seen in self._seen.items()
+            if path in before and _differs(before[path], seen)
         ]
+
+
+class _Shapes:
+    """The shapes of the arrays in batches; the largest one counts."""
+
+    def __init__(self) -> None:
+        self._length: dict[Any, int] = {}  # by the shape of what follows
+
+    def add(self, batch: Any) -> None:
+        """Adds the shapes of a batch, which may be nested."""
+        waiting = [batch]
+        for part in waiting:  # grows
+            if isinstance(part, Mapping):
+                waiting += part.values()
+            elif isinstance(part, (tuple, list)):
+                waiting += part
+            elif length := getattr(part, "shape", ()):
+                first, *rest = length
+                known = self._length.get(tuple(rest), 0)
+                self._length[tuple(rest)] = max(known, first)
+
+    def has(self, value: Any) -> bool:
+        """Returns whether a value is an array with the shape of a batch."""
+        if type(value) is not np.ndarray or not value.ndim:
+            return False
+        return len(value) <= self._length.get(value.shape[1:], -1)
 
 
 def _places(attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -89,16 +133,57 @@ def _places(attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                     waiting.append((f"{prefix}{name}.", inner))
 
 
-def _content(value: Any) -> Any:
-    """Returns a copy of a short container, or the length of a long container.
+def _seen(value: Any, *, is_inside: bool = False) -> _Seen:
+    """Returns what is to be seen of a value, its parts, and theirs."""
+    if type(value) is np.ndarray:
+        found = _numbers_in(value, _MOST_INSIDE if is_inside else _MOST_NUMBERS)
+    else:
+        found = _items_in(value, _MOST_INSIDE if is_inside else _MOST_ITEMS)
+    return _Seen(
+        _told(value),
+        {
+            key: _Seen(_told(part), {})
+            if is_inside or isinstance(part, _PLAIN)
+            else _seen(part, is_inside=True)
+            for key, part in found
+        },
+    )
 
-    Returns the position of an iterator, and `None` for other values.
+
+def _told(value: Any) -> Any:
+    """Returns what tells a value from others, but does not keep its memory."""
+    if isinstance(value, (str, bytes)):
+        return type(value), hash(value)
+    return value if isinstance(value, _PLAIN) else (None, id(value))
+
+
+def _numbers_in(
+    array: np.ndarray[Any, Any], most: int
+) -> Iterator[tuple[int, Any]]:
+    """Yields some items of an array; `None` in place of 0 and NaN."""
+    step = checksum.step_through(array.size, most)
+    flat = array.reshape(-1) if array.flags.c_contiguous else array.flat
+    for number, item in enumerate(flat[::step].tolist()):
+        if isinstance(item, _PLAIN):
+            yield number, item if item and item == item else None
+
+
+def _items_in(value: Any, most: int) -> Iterator[tuple[Any, Any]]:
+    """Yields some items of a container, and the position of an iterator.
+
+    Also the length, but that of a dict does not count.
     """
-    if isinstance(value, (*_SEQUENCES, dict, set)):
-        if len(value) > _MOST_ITEMS:
-            return len(value)
-        return dict(value) if isinstance(value, dict) else list(value)
-    return _position_of(value) if _is_iterator(value) else None
+    if isinstance(value, dict):
+        yield from list(itertools.islice(value.items(), most))
+    elif isinstance(value, (*_SEQUENCES, set)):
+        yield "length", len(value)
+        if isinstance(value, list):
+            step = checksum.step_through(len(value), most)
+            yield from enumerate(value[::step])
+        elif len(value) <= most:
+            yield from enumerate(list(value))
+    elif _is_iterator(value):
+        yield "position", repr(_position_of(value))
 
 
 def _is_iterator(value: Any) -> bool:
@@ -126,33 +211,12 @@ def _position_of(value: Any) -> Any:
             return None
 
 
-def _differs(before: tuple[Any, Any], value: Any, content: Any) -> bool:
-    """Returns whether an attribute or one of its items has changed."""
-    former, contained = before
-    if not _is_same(former, value):
-        return True
-    if isinstance(contained, dict) and isinstance(content, dict):
-        return any(
-            item is not None
-            and key in content
-            and not _is_same(item, content[key])
-            for key, item in contained.items()
-        )
-    if isinstance(value, dict):
+def _differs(before: _Seen, now: _Seen) -> bool:
+    """Returns whether a value, or a part of it, has changed."""
+    if before.told is None:
         return False
-    if isinstance(contained, list) and isinstance(content, list):
-        return len(contained) != len(content) or any(
-            one is not None and not _is_same(one, other)
-            for one, other in zip(contained, content, strict=True)
-        )
-    return bool(contained != content)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    return (
-        isinstance(one, _PLAIN)
-        and isinstance(other, _PLAIN)
-        and bool(one == other)
+    is_same = before.told is now.told or bool(before.told == now.told)
+    return not is_same or any(
+        key in now.parts and _differs(part, now.parts[key])
+        for key, part in before.parts.items()
     )

@@ -15,7 +15,6 @@ import enum
 import functools
 import hashlib
 import logging
-import math
 import mmap
 import types
 import zlib
@@ -186,17 +185,11 @@ def _crc32(values: Any, step: int) -> int:
 
 
 def _step_through(count: int, itemsize: int, most_bytes: int) -> int:
-    """Returns the distance between the items of a sample; 1 if all are read.
-
-    It has no factor in common with the number of items. So the sample of an
-    array has items of each column, and of each colour of an image.
-    """
+    """Returns the distance between the items of a sample; 1 if all are read."""
     if count * itemsize <= most_bytes:
         return 1
-    step = count // min(_MOST_SAMPLED, max(1, _BYTES_OF_SAMPLE // itemsize))
-    while math.gcd(step, count) > 1:
-        step += 1
-    return max(1, step)
+    most = min(_MOST_SAMPLED, max(1, _BYTES_OF_SAMPLE // itemsize))
+    return checksum.step_through(count, most)
 
 
 def dtype_text(dtype: np.dtype[Any]) -> str:

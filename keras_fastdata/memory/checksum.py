@@ -1,7 +1,8 @@
-"""Computes a checksum of all that is in an array."""
+"""Computes a checksum of all that is in an array, and chooses samples."""
 
 from __future__ import annotations
 
+import math
 import zlib
 from typing import Any
 
@@ -32,3 +33,15 @@ def of(values: npt.NDArray[Any]) -> tuple[list[int], int]:
     for piece in pieces:
         found = zlib.crc32(piece.view(np.uint8), found)
     return axes, found
+
+
+def step_through(count: int, most: int) -> int:
+    """Returns the distance between the items of a sample of about `most` items.
+
+    It has no factor in common with the number of items. So the sample of an
+    array has items of each column, and of each colour of an image.
+    """
+    step = max(1, count // most)
+    while math.gcd(step, count) > 1:
+        step += 1
+    return step

@@ -284,8 +284,8 @@ def _looks(attributes, edits):
     for edit in edits:
         while not notices.count_build():
             pass
-        exec(edit, {}, attributes)
-        found += notices.look(attributes)
+        exec(edit, {"np": np}, attributes)
+        found += notices.look(attributes, ([np.zeros((2, 3))], np.zeros(2)))
     return found
 
 
@@ -297,10 +297,17 @@ def _looks(attributes, edits):
         (0.5, ["x = 0.5", "x = 0.25 * 2"]),
         ({}, ["pass", "x[1] = 2", "x[3] = 4", "del x[1]"]),
         ([None] * 2, ["x[0] = 1", "x[1] = 2"]),
-        ([0] * 99, ["x[0] = 1", "x[0] = 2"]),
-        (np.zeros(3), ["x[0] = 1", "x[0] = 2"]),
+        ([None] * 99, ["x[0] = 1", "x[1] = 2"]),
+        (np.zeros(3), ["x[0] = 1", "x[1] = 2"]),
+        (np.full(3, np.nan), ["x[0] = 1", "x[1] = 2"]),
+        (np.arange(6.0).reshape(2, 3), ["x += 1", "x += 1"]),
+        ({"a": np.arange(3)}, ["pass", "x['b'] = x.pop('a')"]),
     ],
-    ids=["file", "pid", "equal", "cache", "files", "long", "scratch"],
+    ids=[
+        *("file", "pid", "equal", "cache", "files", "long"),
+        "cache in an array",
+        *("cache of NaN", "buffer", "cache of arrays"),
+    ],
 )
 def test_what_a_worker_opens_or_caches_for_itself_is_not_lost_state(
     value, edits
@@ -319,6 +326,17 @@ def test_what_a_worker_opens_or_caches_for_itself_is_not_lost_state(
         ([], "x.append(3)"),
         ([1], "x[0] += 1"),
         ([0] * 99, "x.append(3)"),
+        ([*range(99)], "x[:] = x[::-1]"),
+        (dict.fromkeys(range(99), 1), "x[1] += 1"),
+        ([{"a": 1}] * 2, "x[0]['a'] += 1"),
+        ([np.ones(3), np.ones(3)], "x[1] /= 2"),
+        ({"a": np.ones(3)}, "x['a'] /= 2"),
+        (np.arange(320), "np.random.shuffle(x)"),
+        (np.arange(200_000), "np.random.shuffle(x)"),
+        (np.array(["a", "b", "c"], object), "x[:] = x[[1, 2, 0]]"),
+        (np.full((8, 3), 256.0), "x[0] /= 2"),
+        (np.full((8, 9), 256.0)[:, ::2], "x[3] /= 2"),
+        (np.array(1), "x += 1"),
         (_Tools(), "x.used += 1"),
         (np.zeros(3), "x = x + 1"),
         (iter(range(9)), "next(x)"),
@@ -335,6 +353,17 @@ def test_what_a_worker_opens_or_caches_for_itself_is_not_lost_state(
         "list",
         "item",
         "long",
+        "index",
+        "counts",
+        "list of dicts",
+        "list of arrays",
+        "dict of arrays",
+        "index in an array",
+        "long index in an array",
+        "names in an array",
+        "images",
+        "columns of an array",
+        "number in an array",
         "object",
         "array",
         "iterator of a range",
