@@ -12,7 +12,7 @@ rarer.
 
 Not lost is what a worker keeps for itself: entries that a dict gains or loses,
 and numbers that are written over `None`, 0 or NaN, belong to a cache. An array
-with the shape of a batch is a buffer that each build fills.
+with the shape of a batch, or of a sample, is a buffer that each build fills.
 """
 
 from __future__ import annotations
@@ -74,9 +74,11 @@ class LostStateMonitor:
         self._batch.add(batch)
         before, self._seen = self._seen, {}
         for path, value in _places(attributes):
-            is_given = self._given.get(path) is not None
-            if is_given and not self._batch.has(value):
-                self._seen[path] = _seen(value)
+            if self._given.get(path) is not None:
+                is_buffer = self._batch.has(value)
+                self._seen[path] = (
+                    _Seen(_told(value), {}) if is_buffer else _seen(value)
+                )
         if before is None:
             self._next = self._builds + 1
             return []
@@ -90,10 +92,13 @@ class LostStateMonitor:
 
 
 class _Shapes:
-    """The shapes of the arrays in batches; the largest one counts."""
+    """The shapes of the arrays in batches."""
 
     def __init__(self) -> None:
-        self._length: dict[Any, int] = {}  # by the shape of what follows
+        # The length of the largest batch, by the shape of one sample.
+        self._length: dict[tuple[int, ...], int] = {}
+        # Those of a sample, and of what is in it.
+        self._inside: set[tuple[int, ...]] = set()
 
     def add(self, batch: Any) -> None:
         """Adds the shapes of a batch, which may be nested."""
@@ -103,16 +108,20 @@ class _Shapes:
                 waiting += part.values()
             elif isinstance(part, (tuple, list)):
                 waiting += part
-            elif length := getattr(part, "shape", ()):
-                first, *rest = length
-                known = self._length.get(tuple(rest), 0)
-                self._length[tuple(rest)] = max(known, first)
+            elif shape := tuple(getattr(part, "shape", ())):
+                length = self._length.get(shape[1:], 0)
+                self._length[shape[1:]] = max(length, shape[0])
+                self._inside |= {shape[axis:] for axis in range(1, len(shape))}
 
     def has(self, value: Any) -> bool:
-        """Returns whether a value is an array with the shape of a batch."""
+        """Returns whether a value is an array with the shape of a batch.
+
+        Or of a sample of one.
+        """
         if type(value) is not np.ndarray or not value.ndim:
             return False
-        return len(value) <= self._length.get(value.shape[1:], -1)
+        is_batch = len(value) <= self._length.get(value.shape[1:], -1)
+        return is_batch or value.shape in self._inside
 
 
 def _places(attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:

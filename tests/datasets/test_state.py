@@ -285,7 +285,7 @@ def _looks(attributes, edits):
         while not notices.count_build():
             pass
         exec(edit, {"np": np}, attributes)
-        found += notices.look(attributes, ([np.zeros((2, 3))], np.zeros(2)))
+        found += notices.look(attributes, ([np.zeros((2, 5))], np.zeros(2)))
     return found
 
 
@@ -300,13 +300,14 @@ def _looks(attributes, edits):
         ([None] * 99, ["x[0] = 1", "x[1] = 2"]),
         (np.zeros(3), ["x[0] = 1", "x[1] = 2"]),
         (np.full(3, np.nan), ["x[0] = 1", "x[1] = 2"]),
-        (np.arange(6.0).reshape(2, 3), ["x += 1", "x += 1"]),
+        (np.ones((2, 5)), ["x += 1", "x += 1"]),
+        (np.ones(5), ["x += 1", "x += 1"]),
         ({"a": np.arange(3)}, ["pass", "x['b'] = x.pop('a')"]),
     ],
     ids=[
         *("file", "pid", "equal", "cache", "files", "long"),
         "cache in an array",
-        *("cache of NaN", "buffer", "cache of arrays"),
+        *("cache of NaN", "buffer", "buffer of a sample", "cache of arrays"),
     ],
 )
 def test_what_a_worker_opens_or_caches_for_itself_is_not_lost_state(
