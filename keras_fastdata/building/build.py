@@ -334,10 +334,10 @@ class Builder:
         _log.warning(
             "%s.__getitem__ changes %s in worker processes. Each has "
             "a copy of the dataset, so the change is lost: neither the "
-            "training process nor another worker sees it, and batches that "
-            "depend on it differ from run to run. Copy an array before you "
-            "edit it, shuffle in `on_epoch_end`, and return other values with "
-            "the batch; or build in this process "
+            "training process nor another worker sees it. If batches depend "
+            "on it, they differ from run to run: then copy an array before "
+            "you edit it, shuffle in `on_epoch_end`, return other values with "
+            "the batch, or build in this process "
             "(`use_multiprocessing=False`).",
             type(self.dataset).__name__,
             ", ".join(f"`self.{path}`" for path in paths),

@@ -29,13 +29,15 @@ from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata._modules import is_users
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.memory import checksum
+from keras_fastdata.memory.tensors import array_of, as_plain_tensor
 
-_MOST_ITEMS = 64  # of a container that are checked
-_MOST_NUMBERS = 1024  # of an array
-_MOST_INSIDE = 16  # of a container or an array in another one
+# Items of a container that are checked, and of an array; of those of an
+# attribute, of those in these, and so on.
+_MOST_ITEMS = 64, 8, 4, 4
+_MOST_NUMBERS = 1024, 32, 16, 16
 _MOST_OBJECTS = 32  # whose attributes are checked
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
-_SEQUENCES = (list, collections.deque)
+_CONTAINERS = (list, tuple, collections.deque, dict, set)
 
 
 class _Seen(NamedTuple):
@@ -142,39 +144,59 @@ def _places(attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                     waiting.append((f"{prefix}{name}.", inner))
 
 
-def _seen(value: Any, *, is_inside: bool = False) -> _Seen:
+def _seen(value: Any, depth: int = 0) -> _Seen:
     """Returns what is to be seen of a value, its parts, and theirs."""
-    if type(value) is np.ndarray:
-        found = _numbers_in(value, _MOST_INSIDE if is_inside else _MOST_NUMBERS)
+    told = _told(value)
+    if isinstance(value, _PLAIN) or depth == len(_MOST_ITEMS):
+        return _Seen(told, {})
+    array = _array_of(value)
+    if array is not None:
+        found = _numbers_in(array, _MOST_NUMBERS[depth])
+    elif depth and is_users(type(value).__module__):
+        found = _attributes_of(value, _MOST_ITEMS[depth])
     else:
-        found = _items_in(value, _MOST_INSIDE if is_inside else _MOST_ITEMS)
-    return _Seen(
-        _told(value),
-        {
-            key: _Seen(_told(part), {})
-            if is_inside or isinstance(part, _PLAIN)
-            else _seen(part, is_inside=True)
-            for key, part in found
-        },
-    )
+        found = _items_in(value, _MOST_ITEMS[depth])
+    return _Seen(told, {key: _seen(part, depth + 1) for key, part in found})
 
 
 def _told(value: Any) -> Any:
-    """Returns what tells a value from others, but does not keep its memory."""
-    if isinstance(value, (str, bytes)):
-        return type(value), hash(value)
-    return value if isinstance(value, _PLAIN) else (None, id(value))
+    """Returns what tells a value from others, but does not keep its memory.
+
+    Containers and arrays differ only if something in them differs.
+    """
+    if isinstance(value, _PLAIN):
+        is_text = isinstance(value, (str, bytes))
+        return (str, hash(value)) if is_text else value
+    if (array := _array_of(value)) is not None:
+        return np.ndarray, array.shape
+    if isinstance(value, _CONTAINERS):
+        return type(value), 0
+    return type(value), id(value)
+
+
+def _array_of(value: Any) -> np.ndarray[Any, Any] | None:
+    """Returns an array, or the memory of a tensor, or `None`."""
+    if type(value) is np.ndarray:
+        return value
+    tensor = as_plain_tensor(value)
+    return None if tensor is None else array_of(tensor.detach())
 
 
 def _numbers_in(
     array: np.ndarray[Any, Any], most: int
-) -> Iterator[tuple[int, Any]]:
+) -> Iterator[tuple[Any, Any]]:
     """Yields some items of an array; `None` in place of 0 and NaN."""
     step = checksum.step_through(array.size, most)
     flat = array.reshape(-1) if array.flags.c_contiguous else array.flat
     for number, item in enumerate(flat[::step].tolist()):
-        if isinstance(item, _PLAIN):
-            yield number, item if item and item == item else None
+        is_empty = isinstance(item, _PLAIN) and not (item and item == item)
+        yield number, None if is_empty else item
+
+
+def _attributes_of(value: Any, most: int) -> Iterator[tuple[Any, Any]]:
+    """Yields some attributes of an object of the user's own class."""
+    attributes = getattr(value, "__dict__", {})
+    yield from list(itertools.islice(attributes.items(), most))
 
 
 def _items_in(value: Any, most: int) -> Iterator[tuple[Any, Any]]:
@@ -184,9 +206,9 @@ def _items_in(value: Any, most: int) -> Iterator[tuple[Any, Any]]:
     """
     if isinstance(value, dict):
         yield from list(itertools.islice(value.items(), most))
-    elif isinstance(value, (*_SEQUENCES, set)):
+    elif isinstance(value, _CONTAINERS):
         yield "length", len(value)
-        if isinstance(value, list):
+        if isinstance(value, (list, tuple)):
             step = checksum.step_through(len(value), most)
             yield from enumerate(value[::step])
         elif len(value) <= most:
