@@ -510,7 +510,14 @@ def _begin_pass(dataset: GeneratorDataset, plan: _Plan, place: Place) -> Turns:
         if any(given := seeding.given_parts(seed)):
             stream = seeding.sequence(max(given), min(given), epoch)
             key = seeding.joined(key, int(stream.generate_state(1)[0]))
-    turns = Turns(plan.shards, key, plan.measured, count)
+    try:
+        turns = Turns(plan.shards, key, plan.measured, count)
+    except (EndOfData, StopIteration, LoaderError) as error:
+        if plan.turns is None:
+            raise
+        raise _OtherPassError from error
+    if plan.turns is not None:
+        raise _OtherPassError  # a signal handler has begun another one
     if ended is not None:
         turns.latest.extend(ended.latest)
     plan.turns, plan.version, plan.ended = turns, version_of(dataset), None

@@ -614,6 +614,30 @@ def test_other_threads_may_ask_for_single_batches_during_a_pass(
     assert not caplog.messages
 
 
+@pytest.mark.parametrize("again_at", range(4, 12))
+def test_a_signal_handler_may_ask_for_a_batch_while_others_are_replayed(
+    again_at, request
+):
+    built, asked, due = [], [], {3, again_at}
+
+    def numbers():
+        for number in range(20):
+            built.append(number)
+            if len(built) in due:
+                due.discard(len(built))
+                signal.raise_signal(signal.SIGUSR1)
+            yield number
+
+    def handle(*_):
+        asked.append(int(dataset[0][0]))
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    request.addfinalizer(lambda: signal.signal(signal.SIGUSR1, before))
+    with GeneratorDataset(numbers, batch_size=1, workers=0) as dataset:
+        assert [int(batch[0]) for batch in dataset] == list(range(20))
+    assert asked == [0, 0]
+
+
 def test_a_signal_handler_may_ask_for_a_single_batch_during_a_pass(request):
     main, handled = threading.get_ident(), []
 
