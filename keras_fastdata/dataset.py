@@ -353,10 +353,13 @@ class FastPyDataset(_Base):
         """Override this to run code in each worker, before its first batch.
 
         Open files and connections here. In processes, attributes that it
-        sets on `self` belong to that worker and are never overwritten. If
-        the training process later changes `self.table`, `Reader(self.table)`
-        keeps the old table, and `Reader(self)` sees the new one. Threads
-        share `self`: there, use `threading.local()` or `self.worker_index`.
+        sets on `self` belong to that worker and are never overwritten.
+
+        If the dataset changes, and what this method made depends on the
+        dataset (`Reader(self.table)`, `self.reader.open()`, an object of a
+        class of your script), each worker process calls `on_worker_stop` and
+        then this method again. Threads share `self`: there, use
+        `threading.local()` or `self.worker_index`.
         """
 
     @interface.default_hook

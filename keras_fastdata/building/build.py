@@ -22,6 +22,7 @@ from keras_fastdata.building.global_rng import preserved_globals
 from keras_fastdata.building.interface import Dataset
 from keras_fastdata.building.rng_monitor import GlobalRngMonitor, positions
 from keras_fastdata.building.worker_globals import WorkerGlobals
+from keras_fastdata.building.worker_start import StartMonitor
 from keras_fastdata.building.worker_state import LostStateMonitor
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory.arena import aligned_empty
@@ -132,7 +133,11 @@ class Builder:
         if threads:
             self._rng_monitor = GlobalRngMonitor(warns=observer is None)
         self._former: list[Dataset] = []
+        self._worker_index = 0
+        # The attributes that `on_worker_start` has set, and whether it must run
+        # again for a newer state of the dataset.
         self._own: set[str] = set()
+        self._starts_again = False
         self._globals: WorkerGlobals | None = None
         self._worker_state: LostStateMonitor | None = None
 
@@ -143,10 +148,13 @@ class Builder:
 
     def start(self, worker_index: int) -> None:
         """Runs the dataset's `on_worker_start` at the start of a worker."""
-        dataset = self.dataset
+        dataset, self._worker_index = self.dataset, worker_index
         given = dict(vars(dataset))
+        monitor: StartMonitor | None = None
         if self._private:
             self._globals = WorkerGlobals(dataset)
+            if interface.overrides(dataset, "on_worker_start"):
+                monitor = StartMonitor(dataset)
         with build_context.Building(self._context(worker_index)):
             dataset.on_worker_start()
         if self._globals is not None:
@@ -158,6 +166,10 @@ class Builder:
         }
         if self._private:
             self._worker_state = LostStateMonitor(self._given_attributes())
+        if monitor is not None and self._globals is not None:
+            self._starts_again = monitor.depends_on_state(
+                dataset, self._own, self._globals.values
+            )
 
     def forget(self, thread: int) -> None:
         """Removes the build context of a worker thread that is abandoned."""
@@ -299,10 +311,14 @@ class Builder:
     def adopt(self, newer: Builder) -> None:
         """Replaces the worker's dataset with a newer version.
 
-        What `on_worker_start` set is kept. Attributes that builds set are
-        dropped, because they may come from the former state.
+        What `on_worker_start` set is kept, unless it depends on the former
+        state: then it runs again. Attributes that builds set are dropped,
+        because they may come from the former state.
         """
         former, dataset = self.dataset, newer.dataset
+        if starts_again := self._starts_again:
+            self.stop(self._worker_index)
+            self._own, self._globals = set(), None
         mine, theirs = vars(former), vars(dataset)
         for name in mine.keys() - theirs.keys() - self._own:
             del mine[name]
@@ -317,7 +333,9 @@ class Builder:
         if self._globals is not None:
             self._globals.carry_to(dataset)
         self.change()
-        if self._worker_state is not None:
+        if starts_again:
+            self.start(self._worker_index)
+        elif self._worker_state is not None:
             self._worker_state.begin(self._given_attributes())
 
     def _given_attributes(self) -> dict[str, Any]:

@@ -76,6 +76,11 @@ class WorkerGlobals:
             self._edits += [_Edit(number, *edit) for edit in found]
         self._before.clear()
 
+    @property
+    def values(self) -> list[Any]:
+        """What was set."""
+        return [edit.value for edit in self._edits]
+
     def carry_to(self, dataset: Any) -> None:
         """Sets what was noted in the globals and classes of a newer dataset."""
         self._names = _globals_of(dataset)

@@ -126,6 +126,11 @@ class _Shapes:
         return is_batch or value.shape in self._inside
 
 
+def seen_in(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Returns what is to be seen of attributes, by path, for a comparison."""
+    return {path: _seen(value) for path, value in _places(attributes)}
+
+
 def _places(attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields (path, value) of each attribute and each nested attribute."""
     waiting = [("", attributes)]

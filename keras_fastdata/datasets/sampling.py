@@ -151,6 +151,9 @@ class Sampling:
             dataset. Pickles and copies leave it out.
     """
 
+    # Made from the rest, and anew for each version of the dataset.
+    _fastdata_passing = ("order", "transform")
+
     shuffles: bool
     sampler: Any  # a function, weights, weights of classes, or "balanced"
     window: int | None = None

@@ -28,9 +28,9 @@ from keras_fastdata._modules import is_users_class
 from keras_fastdata.building.attributes import (
     attributes_of,
     items_of,
+    lasting_names,
     slot_values,
 )
-from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.building.variables import OPEN
 from keras_fastdata.memory import checksum, keras_layers, rebuilt_classes
 from keras_fastdata.memory.limited_stream import LimitedStream, LimitError
@@ -316,9 +316,9 @@ class _SentPickler(Pickler):
 
 def _parts_of(obj: Any) -> Iterator[tuple[str, Any]]:
     """Yields an object's attributes, with their names."""
-    for name, value in list(attributes_of(obj).items()):
-        if name != PRIVATE:
-            yield name, value
+    attributes = dict(attributes_of(obj))
+    for name in lasting_names(obj, attributes):
+        yield name, attributes[name]
     yield from slot_values(obj)
 
 

@@ -195,6 +195,102 @@ def test_a_private_map_that_is_edited_between_epochs_reaches_workers(
         assert all(int(x[2]) == 5 for x, _ in dataset)
 
 
+class _Scale:
+    factor = 1
+
+    def load(self, factor):
+        self.factor = factor
+
+
+class _Scaled:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __call__(self):
+        return self.scale.factor
+
+
+class Started(FastPyDataset):
+    """Has `on_worker_start` make what depends on the dataset."""
+
+    def __init__(self, log, **kwargs):
+        super().__init__(**kwargs)
+        self.log, self.level = log, 0
+        self.scale, self.loaded = _Scale(), _Scale()
+        self.table, self.array = {"a": 1}, np.ones(4, int)
+        self.rng_given = np.random.default_rng(4)
+
+    def on_worker_start(self):
+        with open(self.log, "a") as log:
+            log.write("start ")
+        self.loaded.load(7)
+        self.scaled = _Scaled(self.scale)
+        self.look = self.table.get
+        self.view = self.array[1:2]
+        self.partial = functools.partial(getattr, self.scale)
+        self.draw = self.rng_given.integers
+
+    def on_worker_stop(self):
+        with open(self.log, "a") as log:
+            log.write("stop ")
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return np.array(
+            [
+                *(self.level, self.loaded.factor, self.scaled()),
+                *(self.look("a"), self.view[0], self.partial("factor")),
+                *(self.draw(99), self.rng_given.integers(99)),
+            ]
+        )
+
+
+@pytest.mark.parametrize("method", ["forkserver", "portable"])
+def test_what_on_worker_start_made_of_the_dataset_sees_its_changes(
+    method, tmp_path
+):
+    def epochs(**place):
+        with Started(tmp_path / "log", seed=3, **place) as dataset:
+            found = [[batch.tolist() for batch in dataset]]
+            dataset.level = 1
+            found.append([batch.tolist() for batch in dataset])
+            dataset.scale.factor = 5
+            found.append([batch.tolist() for batch in dataset])
+            dataset.table["a"] = 6
+            dataset.array[:] = 8
+            found.append([batch.tolist() for batch in dataset])
+        return found
+
+    inline = epochs(workers=0)
+    (tmp_path / "log").unlink()
+    place = {"use_multiprocessing": True, "start_method": method}
+    assert epochs(workers=1, **place) == inline
+    # Each change was one state; both hooks ran for each.
+    assert (tmp_path / "log").read_text() == "start stop " * 4
+    assert epochs(workers=2, **place) == inline
+    assert [batch[:6] for batch in inline[-1]] == [[1, 7, 5, 6, 8, 5]] * 3
+
+
+class StartsOnce(Started):
+    """Raises an error when it starts again."""
+
+    def on_worker_start(self):
+        if self.level:
+            raise ValueError("no second start")
+        super().on_worker_start()
+
+
+def test_an_error_of_a_second_on_worker_start_arrives(tmp_path):
+    place = {"workers": 1, "use_multiprocessing": True}
+    with StartsOnce(tmp_path / "log", **place) as dataset:
+        assert len(list(dataset)) == 3
+        dataset.level = 1
+        with pytest.raises(ValueError, match="no second start"):
+            list(dataset)
+
+
 def test_what_on_worker_start_opened_is_not_overwritten(tmp_path):
     path = tmp_path / "lines"
     path.write_text("one\ntwo\n")
