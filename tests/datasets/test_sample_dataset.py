@@ -21,6 +21,7 @@ from sample_samples import (
 )
 
 from keras_fastdata import GeneratorDataset, SampleDataset, combine
+from keras_fastdata._dataset_internals import version_of
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -657,3 +658,33 @@ def test_an_edit_of_the_source_shows_in_the_next_epoch(make, place, cache):
             for dataset in (outer, both):
                 *_, (last,) = dataset
                 assert last == epoch
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        {},
+        {"shuffle": True},
+        {"sampler": np.ones(12)},
+        {"bucket_by": [1, 2] * 6},
+    ],
+    ids=["in order", "shuffled", "weighted", "in buckets"],
+)
+def test_a_next_epoch_is_no_change_of_the_dataset(order):
+    """Else workers would drop what they have built in advance, or keep."""
+
+    class OfScript(Squares):
+        """Travels to workers with its code, as a class of a script does."""
+
+    place = {"workers": 1, "use_multiprocessing": True}
+    with (
+        OfScript(12, batch_size=4, **order, **place) as one,
+        combine.concat([one], **place) as joined,
+    ):
+        for dataset in (one, joined):
+            versions = []
+            for _ in range(3):
+                # `list` would ask for the length first.
+                assert sum(1 for _ in dataset) == 3
+                versions.append(version_of(dataset))
+            assert versions == versions[:1] * 3
