@@ -20,9 +20,8 @@ from keras_fastdata.building import (
 from keras_fastdata.building.build_context import Context, Empty
 from keras_fastdata.building.global_rng import preserved_globals
 from keras_fastdata.building.interface import Dataset
+from keras_fastdata.building.own_state import OwnState, carry_attributes
 from keras_fastdata.building.rng_monitor import GlobalRngMonitor, positions
-from keras_fastdata.building.worker_globals import WorkerGlobals
-from keras_fastdata.building.worker_start import StartMonitor
 from keras_fastdata.building.worker_state import LostStateMonitor
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory.arena import aligned_empty
@@ -134,11 +133,7 @@ class Builder:
             self._rng_monitor = GlobalRngMonitor(warns=observer is None)
         self._former: list[Dataset] = []
         self._worker_index = 0
-        # The attributes that `on_worker_start` has set, and whether it must run
-        # again for a newer state of the dataset.
-        self._own: set[str] = set()
-        self._starts_again = False
-        self._globals: WorkerGlobals | None = None
+        self._started: OwnState | None = None
         self._worker_state: LostStateMonitor | None = None
 
     @property
@@ -149,27 +144,14 @@ class Builder:
     def start(self, worker_index: int) -> None:
         """Runs the dataset's `on_worker_start` at the start of a worker."""
         dataset, self._worker_index = self.dataset, worker_index
-        given = dict(vars(dataset))
-        monitor: StartMonitor | None = None
-        if self._private:
-            self._globals = WorkerGlobals(dataset)
-            if interface.overrides(dataset, "on_worker_start"):
-                monitor = StartMonitor(dataset)
+        started = OwnState(dataset) if self._private else None
         with build_context.Building(self._context(worker_index)):
             dataset.on_worker_start()
-        if self._globals is not None:
-            self._globals.note()
-        self._own = {
-            name
-            for name, value in vars(dataset).items()
-            if name not in given or given[name] is not value
-        }
-        if self._private:
-            self._worker_state = LostStateMonitor(self._given_attributes())
-        if monitor is not None and self._globals is not None:
-            self._starts_again = monitor.depends_on_state(
-                dataset, self._own, self._globals.values
-            )
+        if started is not None:
+            started.note(dataset)
+            self._started = started
+            given = started.given_attributes(dataset)
+            self._worker_state = LostStateMonitor(given)
 
     def forget(self, thread: int) -> None:
         """Removes the build context of a worker thread that is abandoned."""
@@ -315,33 +297,22 @@ class Builder:
         state: then it runs again. Attributes that builds set are dropped,
         because they may come from the former state.
         """
-        former, dataset = self.dataset, newer.dataset
-        if starts_again := self._starts_again:
+        former, dataset, started = self.dataset, newer.dataset, self._started
+        if started is not None and started.must_repeat:
             self.stop(self._worker_index)
-            self._own, self._globals = set(), None
-        mine, theirs = vars(former), vars(dataset)
-        for name in mine.keys() - theirs.keys() - self._own:
-            del mine[name]
-        mine.update((k, v) for k, v in theirs.items() if k not in self._own)
-        # Parts of the new state refer to `dataset`, and the worker's own
-        # attributes to former datasets: all of them share one `__dict__`.
-        object.__setattr__(dataset, "__dict__", mine)
+            self._started = started = None
+        carry_attributes(former, dataset, started.own if started else set())
         if hasattr(type(former), "__del__"):
             self._former.append(former)  # `__del__` would end shared parts
         self._dataset = newer._dataset
         self._own_generators.firsts = newer._own_generators.firsts
-        if self._globals is not None:
-            self._globals.carry_to(dataset)
         self.change()
-        if starts_again:
+        if started is None:
             self.start(self._worker_index)
-        elif self._worker_state is not None:
-            self._worker_state.begin(self._given_attributes())
-
-    def _given_attributes(self) -> dict[str, Any]:
-        """Returns the dataset attributes set by the training process."""
-        attributes = vars(self.dataset).items()
-        return {k: v for k, v in attributes if k not in self._own}
+            return
+        started.globals.carry_to(dataset)
+        if self._worker_state is not None:
+            self._worker_state.begin(started.given_attributes(dataset))
 
     def _look_for_lost_state(self, state: LostStateMonitor, batch: Any) -> None:
         """Warns once if builds change this worker's copy of the dataset."""

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from keras_fastdata._modules import is_users_class
 from keras_fastdata.building import seeding
 from keras_fastdata.building.attributes import attributes_of, has_attributes
 from keras_fastdata.building.generator_wrappers import (
@@ -212,7 +213,7 @@ class Search:
             return False
         former, self._counts = self._counts, counts
         return any(
-            may_refer(item) if is_object else wrapper_of(item) is not None
+            may_refer(item) if is_object else _has_generator(item)
             for (part, is_object), before, count in zip(
                 self._growing, former, counts, strict=True
             )
@@ -238,6 +239,14 @@ class Search:
         self.held.append(Held(path, key, is_outside, generator))
         if not step.is_outside:
             self._roots[way[-1].name.removeprefix(".")] = way[-1].value
+
+
+def _has_generator(item: Any) -> bool:
+    """Returns whether an item is a generator, or a user's object with one."""
+    return wrapper_of(item) is not None or (
+        is_users_class(type(item))
+        and any(wrapper_of(part) is not None for _, part in parts_of(item))
+    )
 
 
 def _first_of(generator: GeneratorWrapper, is_known: bool) -> First:

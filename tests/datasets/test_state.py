@@ -210,7 +210,11 @@ class _Scaled:
         return self.scale.factor
 
 
-class Started(FastPyDataset):
+class _HasSlot(FastPyDataset):
+    __slots__ = ("slot",)
+
+
+class Started(_HasSlot):
     """Has `on_worker_start` make what depends on the dataset."""
 
     def __init__(self, log, **kwargs):
@@ -219,16 +223,22 @@ class Started(FastPyDataset):
         self.scale, self.loaded = _Scale(), _Scale()
         self.table, self.array = {"a": 1}, np.ones(4, int)
         self.rng_given = np.random.default_rng(4)
+        self.slot, self.local = 0, threading.local()
+        self.local.number = 0
 
     def on_worker_start(self):
         with open(self.log, "a") as log:
             log.write("start ")
-        self.loaded.load(7)
+        self.edit()
         self.scaled = _Scaled(self.scale)
         self.look = self.table.get
         self.view = self.array[1:2]
         self.partial = functools.partial(getattr, self.scale)
         self.draw = self.rng_given.integers
+
+    def edit(self):
+        self.loaded.load(7)
+        self.slot = self.local.number = 8
 
     def on_worker_stop(self):
         with open(self.log, "a") as log:
@@ -242,6 +252,7 @@ class Started(FastPyDataset):
             [
                 *(self.level, self.loaded.factor, self.scaled()),
                 *(self.look("a"), self.view[0], self.partial("factor")),
+                *(self.slot, self.local.number),
                 *(self.draw(99), self.rng_given.integers(99)),
             ]
         )
@@ -270,7 +281,31 @@ def test_what_on_worker_start_made_of_the_dataset_sees_its_changes(
     # Each change was one state; both hooks ran for each.
     assert (tmp_path / "log").read_text() == "start stop " * 4
     assert epochs(workers=2, **place) == inline
-    assert [batch[:6] for batch in inline[-1]] == [[1, 7, 5, 6, 8, 5]] * 3
+    assert [batch[:8] for batch in inline[-1]] == [[1, 7, 5, 6, 8, 5, 8, 8]] * 3
+
+
+@pytest.mark.parametrize("name", ["loaded", "slot", "local"])
+def test_what_on_worker_start_edited_in_the_dataset_is_kept(name, tmp_path):
+    class Edits(Started):
+        def on_worker_start(self):
+            self.scaled, self.look, self.view = int, len, [0]
+            self.partial = self.draw = id
+            if name == "loaded":
+                self.loaded.load(7)
+            elif name == "slot":
+                self.slot = 7
+            else:
+                self.local.number = 7
+
+        def __getitem__(self, index):
+            if name == "local":
+                return np.array(self.local.number)
+            return np.array(self.slot if name == "slot" else self.loaded.factor)
+
+    place = {"workers": 1, "use_multiprocessing": True}
+    with Edits(tmp_path / "log", **place) as dataset:
+        for dataset.level in range(3):
+            assert [int(batch) for batch in dataset] == [7] * 3
 
 
 class StartsOnce(Started):

@@ -41,6 +41,18 @@ def in_a_list(dataset, index):
     return dataset.makers[index]
 
 
+class _Augmenter:
+    def __init__(self, seed):
+        self.rng = np.random.default_rng(seed)
+
+
+def in_an_object_in_a_dict(dataset, index):
+    found = dataset.thing.by_index
+    if index not in found:
+        found[index] = _Augmenter(index)
+    return found[index].rng
+
+
 def in_an_object(dataset, index):
     name = f"rng_{index}"
     if name not in vars(dataset.thing):

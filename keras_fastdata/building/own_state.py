@@ -14,14 +14,17 @@ from __future__ import annotations
 import enum
 import pathlib
 import re
+import threading
 import types
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from keras_fastdata._modules import is_users_class, is_users_code
+from keras_fastdata.building.attributes import slot_values
+from keras_fastdata.building.interface import overrides
 from keras_fastdata.building.reachable import may_refer, parts_of, reachable
+from keras_fastdata.building.worker_globals import WorkerGlobals
 from keras_fastdata.building.worker_state import seen_in
 from keras_fastdata.memory.class_refs import is_importable
 from keras_fastdata.memory.shared_arrays import owner_of
@@ -34,39 +37,58 @@ _FIXED = (
 )
 
 
-class StartMonitor:
-    """Compares a worker's dataset before and after `on_worker_start`.
+class OwnState:
+    """What `on_worker_start` makes in a worker process.
 
     Args:
         dataset: The dataset, before its `on_worker_start` runs.
+
+    Attributes:
+        own: The names of the attributes that it has set.
+        globals: What it has set in globals and classes.
+        must_repeat: Whether it must run again for a newer state.
     """
 
     def __init__(self, dataset: Any) -> None:
-        self._seen = seen_in(vars(dataset))
-        self._given = [dataset, *(step.value for step in reachable(dataset))]
+        self.own: set[str] = set()
+        self.globals = WorkerGlobals(dataset)
+        self.must_repeat = False
+        self._attributes = dict(vars(dataset))
+        self._seen: dict[str, Any] = {}
+        self._given: list[Any] = []  # the dataset, and what it refers to
+        if overrides(dataset, "on_worker_start"):
+            self._seen = _state_of(dataset)
+            reached = (step.value for step in reachable(dataset))
+            self._given = [dataset, *reached]
 
-    def depends_on_state(
-        self, dataset: Any, own: set[str], others: Iterable[Any]
-    ) -> bool:
-        """Returns whether what was made depends on the state before.
+    def note(self, dataset: Any) -> None:
+        """Notes what has changed since this object was made."""
+        self.globals.note()
+        before, now = self._attributes, vars(dataset)
+        self.own = {
+            name
+            for name, value in now.items()
+            if name not in before or before[name] is not value
+        }
+        if self._given:
+            made = [now[name] for name in self.own]
+            self.must_repeat = self._has_edited(dataset) or self._is_held_by(
+                [*made, *self.globals.values]
+            )
+        self._attributes, self._given = {}, []
 
-        Args:
-            dataset: The dataset now.
-            own: The names of the attributes that were set.
-            others: Values that were set elsewhere.
-        """
-        made = [vars(dataset)[name] for name in own]
-        return self._has_edited(dataset, own) or self._is_held_by(
-            [*made, *others]
-        )
+    def given_attributes(self, dataset: Any) -> dict[str, Any]:
+        """Returns the attributes that the training process has set."""
+        attributes = vars(dataset).items()
+        return {k: v for k, v in attributes if k not in self.own}
 
-    def _has_edited(self, dataset: Any, own: set[str]) -> bool:
+    def _has_edited(self, dataset: Any) -> bool:
         """Returns whether a part of an attribute has changed."""
-        now = seen_in(vars(dataset))
+        now = _state_of(dataset)
         return any(
             self._seen.get(path) != now.get(path)
             for path in self._seen.keys() | now.keys()
-            if path.partition(".")[0] not in own
+            if path.partition(".")[0] not in self.own
         )
 
     def _is_held_by(self, made: list[Any]) -> bool:
@@ -85,6 +107,26 @@ class StartMonitor:
             if len(waiting) < _MOST_SEARCHED:
                 waiting += [part for _, part in parts_of(value)]
         return False
+
+
+def carry_attributes(former: Any, dataset: Any, own: set[str]) -> None:
+    """Gives a newer dataset the attributes of the former one that are `own`."""
+    mine, theirs = vars(former), vars(dataset)
+    for name in mine.keys() - theirs.keys() - own:
+        del mine[name]
+    mine.update((k, v) for k, v in theirs.items() if k not in own)
+    # Parts of the new state refer to `dataset`, and the worker's own attributes
+    # to former datasets: all of them share one `__dict__`.
+    object.__setattr__(dataset, "__dict__", mine)
+
+
+def _state_of(dataset: Any) -> dict[str, Any]:
+    """Returns what is to be seen of a dataset, also of slots and locals."""
+    found = {**vars(dataset), **dict(slot_values(dataset))}
+    for name, value in list(found.items()):
+        if isinstance(value, threading.local):
+            found[f"{name}.local"] = dict(vars(value))
+    return seen_in(found)
 
 
 def _id_of(value: Any) -> int:
