@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from keras_fastdata._modules import is_users_class, is_users_code
-from keras_fastdata.building.attributes import slot_values
+from keras_fastdata.building.attributes import attributes_of, slot_values
 from keras_fastdata.building.interface import overrides
 from keras_fastdata.building.reachable import may_refer, parts_of, reachable
+from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.building.worker_globals import WorkerGlobals
 from keras_fastdata.building.worker_state import seen_in
 from keras_fastdata.memory.class_refs import is_importable
@@ -54,12 +55,17 @@ class OwnState:
         self.globals = WorkerGlobals(dataset)
         self.must_repeat = False
         self._attributes = dict(vars(dataset))
-        self._seen: dict[str, Any] = {}
         self._given: list[Any] = []  # the dataset, and what it refers to
+        # Those of them that are datasets, the dataset itself first.
+        self._datasets: list[Any] = []
+        self._seen: dict[tuple[int, str], Any] = {}
         if overrides(dataset, "on_worker_start"):
-            self._seen = _state_of(dataset)
             reached = (step.value for step in reachable(dataset))
             self._given = [dataset, *reached]
+            self._datasets = [
+                one for one in self._given if PRIVATE in attributes_of(one)
+            ]
+            self._seen = _state_of(self._datasets)
 
     def note(self, dataset: Any) -> None:
         """Notes what has changed since this object was made."""
@@ -72,23 +78,26 @@ class OwnState:
         }
         if self._given:
             made = [now[name] for name in self.own]
-            self.must_repeat = self._has_edited(dataset) or self._is_held_by(
+            self.must_repeat = self._has_edited() or self._is_held_by(
                 [*made, *self.globals.values]
             )
-        self._attributes, self._given = {}, []
+        self._attributes, self._given, self._datasets = {}, [], []
 
     def given_attributes(self, dataset: Any) -> dict[str, Any]:
         """Returns the attributes that the training process has set."""
         attributes = vars(dataset).items()
         return {k: v for k, v in attributes if k not in self.own}
 
-    def _has_edited(self, dataset: Any) -> bool:
-        """Returns whether a part of an attribute has changed."""
-        now = _state_of(dataset)
+    def _has_edited(self) -> bool:
+        """Returns whether a part of an attribute has changed.
+
+        Or an attribute of another dataset that the dataset combines.
+        """
+        now = _state_of(self._datasets)
         return any(
-            self._seen.get(path) != now.get(path)
-            for path in self._seen.keys() | now.keys()
-            if path.partition(".")[0] not in self.own
+            self._seen.get(place) != now.get(place)
+            for place in self._seen.keys() | now.keys()
+            if place[0] or place[1].partition(".")[0] not in self.own
         )
 
     def _is_held_by(self, made: list[Any]) -> bool:
@@ -120,13 +129,20 @@ def carry_attributes(former: Any, dataset: Any, own: set[str]) -> None:
     object.__setattr__(dataset, "__dict__", mine)
 
 
-def _state_of(dataset: Any) -> dict[str, Any]:
-    """Returns what is to be seen of a dataset, also of slots and locals."""
-    found = {**vars(dataset), **dict(slot_values(dataset))}
-    for name, value in list(found.items()):
-        if isinstance(value, threading.local):
-            found[f"{name}.local"] = dict(vars(value))
-    return seen_in(found)
+def _state_of(datasets: list[Any]) -> dict[tuple[int, str], Any]:
+    """Returns what is to be seen of datasets, also of slots and locals.
+
+    By the number of the dataset, and the path there.
+    """
+    state = {}
+    for number, dataset in enumerate(datasets):
+        found = {**vars(dataset), **dict(slot_values(dataset))}
+        for name, value in list(found.items()):
+            if isinstance(value, threading.local):
+                found[f"{name}.local"] = dict(vars(value))
+        for path, seen in seen_in(found).items():
+            state[number, path] = seen
+    return state
 
 
 def _id_of(value: Any) -> int:

@@ -16,7 +16,7 @@ from edited_holders import HOLDERS
 from places import EVERY_KIND
 from samples import Holds, Leveled, Numbered, OpensFiles, numbers
 
-from keras_fastdata import FastPyDataset
+from keras_fastdata import FastPyDataset, combine
 from keras_fastdata._call_stack import ignoring_errors
 from keras_fastdata.building.worker_state import LostStateMonitor
 from keras_fastdata.engine import seen_variable
@@ -306,6 +306,43 @@ def test_what_on_worker_start_edited_in_the_dataset_is_kept(name, tmp_path):
     with Edits(tmp_path / "log", **place) as dataset:
         for dataset.level in range(3):
             assert [int(batch) for batch in dataset] == [7] * 3
+
+
+class OpensItself(FastPyDataset):
+    """Opens a file in each worker, and is combined with others."""
+
+    def __init__(self, path, **kwargs):
+        super().__init__(**kwargs)
+        self.path, self.file, self.level = path, None, 0
+
+    def on_worker_start(self):
+        self.file = self.path.open()
+
+    def on_worker_stop(self):
+        self.file.close()
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        self.file.seek(0)
+        return np.array([int(self.file.read()), self.level])
+
+
+@pytest.mark.parametrize("is_deep", [False, True])
+def test_what_on_worker_start_opened_is_kept_in_combined_datasets(
+    is_deep, tmp_path, caplog
+):
+    path = tmp_path / "number"
+    path.write_text("7")
+    place = {"workers": 2, "use_multiprocessing": True}
+    inner = OpensItself(path)
+    within = combine.map(inner, np.copy) if is_deep else inner
+    with combine.concat([within], **place) as dataset:
+        for inner.level in range(3):
+            found = [batch.tolist() for batch in dataset]
+            assert found == [[7, inner.level]] * 3
+    assert not caplog.messages
 
 
 class StartsOnce(Started):
