@@ -225,8 +225,9 @@ class GeneratorDataset(FastPyDataset):
     def __getitem__(self, index: int) -> Any:
         """Returns batch `index` of the epoch.
 
-        With `restart=True`, an index out of sequence starts a new pass. With
-        `restart=False`, the generators go on.
+        With `restart=True`, an index out of sequence starts a new pass. An
+        epoch that goes on then starts another one, and replays it up to its
+        place: so ask rarely. With `restart=False`, the generators go on.
         """
         plan, context = self._fastdata_plan, build_context.current_context()
         # In the order in which a build takes the two.
