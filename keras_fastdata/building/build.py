@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+from keras_fastdata._call_stack import ignoring_errors
 from keras_fastdata.building import (
     build_context,
     held_generators,
@@ -316,7 +317,9 @@ class Builder:
 
     def _look_for_lost_state(self, state: LostStateMonitor, batch: Any) -> None:
         """Warns once if builds change this worker's copy of the dataset."""
-        paths = state.look(vars(self.dataset), batch)
+        paths: list[str] = []
+        with ignoring_errors():  # objects may refuse to be looked at
+            paths = state.look(vars(self.dataset), batch)
         if not paths:
             return
         self._worker_state = None

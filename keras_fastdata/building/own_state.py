@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_fastdata._call_stack import ignoring_errors
 from keras_fastdata._modules import is_users_class, is_users_code
 from keras_fastdata.building.attributes import attributes_of, slot_values
 from keras_fastdata.building.interface import overrides
@@ -65,7 +66,8 @@ class OwnState:
             self._datasets = [
                 one for one in self._given if PRIVATE in attributes_of(one)
             ]
-            self._seen = _state_of(self._datasets)
+            with ignoring_errors():  # objects may refuse to be looked at
+                self._seen = _state_of(self._datasets)
 
     def note(self, dataset: Any) -> None:
         """Notes what has changed since this object was made."""
@@ -78,9 +80,10 @@ class OwnState:
         }
         if self._given:
             made = [now[name] for name in self.own]
-            self.must_repeat = self._has_edited() or self._is_held_by(
-                [*made, *self.globals.values]
-            )
+            with ignoring_errors():
+                self.must_repeat = self._has_edited() or self._is_held_by(
+                    [*made, *self.globals.values]
+                )
         self._attributes, self._given, self._datasets = {}, [], []
 
     def given_attributes(self, dataset: Any) -> dict[str, Any]:
@@ -139,7 +142,7 @@ def _state_of(datasets: list[Any]) -> dict[tuple[int, str], Any]:
         found = {**vars(dataset), **dict(slot_values(dataset))}
         for name, value in list(found.items()):
             if isinstance(value, threading.local):
-                found[f"{name}.local"] = dict(vars(value))
+                found[f"{name}.local"] = dict(attributes_of(value))
         for path, seen in seen_in(found).items():
             state[number, path] = seen
     return state

@@ -27,6 +27,7 @@ import numpy as np
 
 from keras_fastdata._call_stack import raise_of_handler
 from keras_fastdata._modules import is_users
+from keras_fastdata.building.attributes import attributes_of, items_of
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.memory import checksum
 from keras_fastdata.memory.tensors import array_of, as_plain_tensor
@@ -110,7 +111,8 @@ class _Shapes:
                 waiting += part.values()
             elif isinstance(part, (tuple, list)):
                 waiting += part
-            elif shape := tuple(getattr(part, "shape", ())):
+            elif (array := _array_of(part)) is not None and array.ndim:
+                shape = array.shape
                 length = self._length.get(shape[1:], 0)
                 self._length[shape[1:]] = max(length, shape[0])
                 self._inside |= {shape[axis:] for axis in range(1, len(shape))}
@@ -200,8 +202,7 @@ def _numbers_in(
 
 def _attributes_of(value: Any, most: int) -> Iterator[tuple[Any, Any]]:
     """Yields some attributes of an object of the user's own class."""
-    attributes = getattr(value, "__dict__", {})
-    yield from list(itertools.islice(attributes.items(), most))
+    yield from list(itertools.islice(attributes_of(value).items(), most))
 
 
 def _items_in(value: Any, most: int) -> Iterator[tuple[Any, Any]]:
@@ -210,14 +211,17 @@ def _items_in(value: Any, most: int) -> Iterator[tuple[Any, Any]]:
     Also the length, but that of a dict does not count.
     """
     if isinstance(value, dict):
-        yield from list(itertools.islice(value.items(), most))
+        yield from items_of(value)[:most]
     elif isinstance(value, _CONTAINERS):
-        yield "length", len(value)
-        if isinstance(value, (list, tuple)):
-            step = checksum.step_through(len(value), most)
-            yield from enumerate(value[::step])
-        elif len(value) <= most:
-            yield from enumerate(list(value))
+        # A class of the user's may have other methods.
+        base: Any = next(one for one in _CONTAINERS if isinstance(value, one))
+        count = base.__len__(value)
+        yield "length", count
+        if base in (list, tuple):
+            step = slice(None, None, checksum.step_through(count, most))
+            yield from enumerate(base.__getitem__(value, step))
+        elif count <= most:
+            yield from enumerate(items_of(value))
     elif _is_iterator(value):
         yield "position", repr(_position_of(value))
 

@@ -354,6 +354,32 @@ class StartsOnce(Started):
         super().on_worker_start()
 
 
+class _Refusing(list):
+    """A list, and an object with a shape, that refuse to be looked at."""
+
+    def _refuse(self, *_):
+        raise RuntimeError("not now")
+
+    __len__ = __getitem__ = __eq__ = _refuse
+    __hash__ = None
+    shape = property(_refuse)
+
+
+def test_objects_that_refuse_to_be_looked_at_do_not_disturb_builds(tmp_path):
+    class HoldsRefusing(Started):
+        refusing = None
+
+        def __getitem__(self, index):
+            self.refusing.append(index)
+            return super().__getitem__(index)
+
+    place = {"workers": 1, "use_multiprocessing": True}
+    with HoldsRefusing(tmp_path / "log", **place) as dataset:
+        dataset.refusing = _Refusing()
+        for dataset.level in range(3):
+            assert len(list(dataset)) == 3
+
+
 def test_an_error_of_a_second_on_worker_start_arrives(tmp_path):
     place = {"workers": 1, "use_multiprocessing": True}
     with StartsOnce(tmp_path / "log", **place) as dataset:
