@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from keras_fastdata._modules import is_users_class
 from keras_fastdata.building import seeding
 from keras_fastdata.building.attributes import attributes_of, has_attributes
 from keras_fastdata.building.generator_wrappers import (
@@ -38,6 +37,7 @@ from keras_fastdata.building.reachable import (
 _MOST_ITEMS = 1_000  # of a container
 _MOST_GROWING = 32  # containers whose growth is noticed
 _MOST_WATCHED = 64  # items of containers whose replacement is noticed
+_MOST_WITHIN = 200  # objects in an item that a build adds to a container
 
 _SEQUENCES = (list, collections.deque)
 _GROWING_TYPES = {
@@ -242,11 +242,18 @@ class Search:
 
 
 def _has_generator(item: Any) -> bool:
-    """Returns whether an item is a generator, or a user's object with one."""
-    return wrapper_of(item) is not None or (
-        is_users_class(type(item))
-        and any(wrapper_of(part) is not None for _, part in parts_of(item))
-    )
+    """Returns whether an item is, or holds, what the search would seed."""
+    waiting, known = [item], set()
+    for value in waiting:  # grows
+        if id(value) in known:
+            continue
+        known.add(id(value))
+        if wrapper_of(value) is not None or seed_method_of(value):
+            return True
+        if len(waiting) < _MOST_WITHIN:
+            parts = (part for _, part in parts_of(value))
+            waiting += filter(may_refer, parts)
+    return False
 
 
 def _first_of(generator: GeneratorWrapper, is_known: bool) -> First:

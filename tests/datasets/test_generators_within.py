@@ -228,6 +228,9 @@ def test_auto_seeds_a_generator_that_the_first_build_makes(is_deep):
         far_generators.in_a_list,
         far_generators.in_an_object,
         far_generators.in_an_object_in_a_dict,
+        far_generators.in_a_dict_in_a_dict,
+        far_generators.in_a_tuple_in_a_list,
+        far_generators.in_an_object_in_an_object_in_a_dict,
     ],
 )
 def test_generators_that_later_builds_make_are_seeded(keep):

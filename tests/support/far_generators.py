@@ -53,6 +53,31 @@ def in_an_object_in_a_dict(dataset, index):
     return found[index].rng
 
 
+def in_a_dict_in_a_dict(dataset, index):
+    found = dataset.thing.by_index
+    if index not in found:
+        found[index] = {"noise": np.random.default_rng(index), "scale": 2}
+    return found[index]["noise"]
+
+
+def in_a_tuple_in_a_list(dataset, index):
+    while len(dataset.makers) <= index:
+        dataset.makers.append((random.Random(7), 2.0))
+    return dataset.makers[index][0]
+
+
+class _Pipeline:
+    def __init__(self, seed):
+        self.steps = [str, _Augmenter(seed)]
+
+
+def in_an_object_in_an_object_in_a_dict(dataset, index):
+    found = dataset.thing.by_index
+    if index not in found:
+        found[index] = _Pipeline(index)
+    return found[index].steps[1].rng
+
+
 def in_an_object(dataset, index):
     name = f"rng_{index}"
     if name not in vars(dataset.thing):
