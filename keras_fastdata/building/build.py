@@ -65,7 +65,7 @@ class Generators:
         return self._search.held
 
     def search_after_build(self, dataset: Dataset) -> bool:
-        """Searches again; returns whether a build added a random generator.
+        """Searches again; returns whether a build drew from what it added.
 
         Searches again only after the first build, if an attribute was
         replaced, and if a container or a global may have gained a generator.
@@ -225,7 +225,7 @@ class Builder:
                 batch = self._made(context)
                 if self._generators.search_after_build(self.dataset):
                     tell("the random generators that the dataset holds")
-                elif seeding.loaded_torch() is torch:
+                elif not _draws_from_new(torch):
                     return batch
                 context.rewind_rng()
             finally:
@@ -240,14 +240,14 @@ class Builder:
     def _seeded(self, context: Context) -> Any:
         """Seeds all random generators, and builds the batch.
 
-        If a build creates generators or imports torch, it is repeated with
-        these seeded.
+        If a build draws from generators that it creates, or from torch's after
+        it has imported torch, it is repeated with these seeded.
         """
         torch = seeding.loaded_torch()
         self._reseed(context.epoch, context.index)
         batch = self._made(context)
-        makes_some = self._generators.search_after_build(self.dataset)
-        if makes_some or seeding.loaded_torch() is not torch:
+        draws = self._generators.search_after_build(self.dataset)
+        if draws or _draws_from_new(torch):
             del batch
             context.rewind_rng()
             self._reseed(context.epoch, context.index)
@@ -392,6 +392,14 @@ def builder_in_worker(
         cached=cached,
         after_build=after_build,
         firsts=firsts,
+    )
+
+
+def _draws_from_new(before: Any) -> bool:
+    """Returns whether torch was imported since, and drawn from."""
+    torch = seeding.loaded_torch()
+    return torch is not before and not seeding.is_fresh_torch(
+        torch.default_generator
     )
 
 

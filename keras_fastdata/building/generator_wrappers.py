@@ -49,6 +49,11 @@ class GeneratorWrapper:
         """Whether NumPy's bit generator was given a seed, of up to 96 bits."""
         return self.bits is not None and was_given_seed(self.bits)
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nothing was drawn yet; False if that cannot be told."""
+        return False
+
     def reseed(self, stream: np.random.SeedSequence) -> None:
         """Seeds the random generator from the seed sequence `stream`."""
 
@@ -67,6 +72,17 @@ class _NumpyGenerator(GeneratorWrapper):
     @property
     def bits(self) -> Any:
         return getattr(self.value, "bit_generator", self.value)
+
+    @property
+    def is_fresh(self) -> bool:
+        sequence = self.bits.seed_seq
+        if type(sequence) is not np.random.SeedSequence:
+            return False
+        fresh = type(self.bits)(np.random.SeedSequence(**sequence.state))
+        spawned = sequence.n_children_spawned
+        return not spawned and (
+            pickle.dumps(fresh.state) == pickle.dumps(self.bits.state)
+        )
 
     def reseed(self, stream: np.random.SeedSequence) -> None:
         fresh = type(self.bits)(stream)
@@ -133,6 +149,10 @@ class _PythonRandom(GeneratorWrapper):
 
 class _TorchGenerator(GeneratorWrapper):
     tells_whole_state = True
+
+    @property
+    def is_fresh(self) -> bool:
+        return seeding.is_fresh_torch(self.value)
 
     def reseed(self, stream: np.random.SeedSequence) -> None:
         self.value.manual_seed(int(stream.generate_state(1, np.uint64)[0] >> 1))

@@ -222,9 +222,15 @@ class Search:
         )
 
     def lacks(self, later: Search) -> bool:
-        """Returns whether `later` has random generators that `self` lacks."""
+        """Returns whether a build drew from random generators that it added.
+
+        `later` is the search after the build.
+        """
         paths = {held.path for held in self.held}
-        return any(held.path not in paths for held in later.held)
+        return any(
+            held.path not in paths and not held.generator.is_fresh
+            for held in later.held
+        )
 
     def _add(self, step: ReachStep, generator: GeneratorWrapper) -> None:
         way = step.way()

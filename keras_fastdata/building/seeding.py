@@ -102,3 +102,10 @@ def global_states() -> dict[str, Any]:
 def loaded_torch() -> Any:
     """Returns the module `torch`, or `None` if it is not fully imported."""
     return loaded("torch")
+
+
+def is_fresh_torch(generator: Any) -> bool:
+    """Returns whether nothing was drawn from a generator of torch."""
+    fresh = type(generator)(device=generator.device)
+    fresh.manual_seed(generator.initial_seed())
+    return bool(fresh.get_state().equal(generator.get_state()))

@@ -6,7 +6,6 @@ import collections
 import gc
 import itertools
 import random
-import sys
 import threading
 import types
 import warnings
@@ -28,7 +27,7 @@ from keras_fastdata import (
     LoaderError,
     accelerate,
 )
-from keras_fastdata.building import attributes, build
+from keras_fastdata.building import attributes, build, seeding
 from keras_fastdata.building.held_generators import Search
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
@@ -343,27 +342,70 @@ def test_one_in_an_attribute_of_a_thread_is_seeded():
     )
 
 
-def test_torch_is_seeded_for_the_batch_that_imports_it(monkeypatch):
-    class Torch(types.ModuleType):
-        Generator = type("Generator", (), {})
-        Tensor = type("Tensor", (), {})
+@pytest.fixture
+def late_torch(monkeypatch):
+    """A function that imports torch, which seems not to be imported before."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    found = []
+    monkeypatch.setattr(seeding, "loaded_torch", lambda: [None, *found][-1])
 
-        def __init__(self):
-            super().__init__("torch")
-            self.default_generator = random.Random()
-            self.default_generator.manual_seed = self.default_generator.seed
+    def import_torch():
+        found[:] = [torch]
+        return torch
 
+    import_torch.undo = found.clear
+    return import_torch
+
+
+def test_torch_is_seeded_for_the_batch_that_imports_it(late_torch):
     def draw(thing, _):
-        torch = sys.modules.setdefault("torch", Torch())
-        return torch.default_generator.random()
+        return float(late_torch().rand(()))
 
     found = []
     for indices in ([0, 1], [1, 0]):
-        with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, "torch", None)
-            del sys.modules["torch"]
-            found.append(_draws(None, draw, indices))
+        late_torch.undo()
+        found.append(_draws(None, draw, indices))
     assert found[0] == found[1]
+
+
+def _built_once(make, observes):
+    """Whether builds are not repeated that make a generator with `make`."""
+    lines = iter(range(100))
+
+    def read(found, index):
+        found.setdefault(index, make())
+        return next(lines)
+
+    dataset = Holds({}, read)
+    observer = types.SimpleNamespace(observes=True, on_global_rng=str)
+    builder = build.Builder(
+        lambda: dataset, 1, observer=observer if observes else None
+    )
+    return [builder.build(0, index, 0) for index in range(4)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.random.default_rng(3),
+        lambda: np.random.Generator(np.random.Philox([1, 2])),
+        lambda: np.random.SFC64(),
+    ],
+    ids=["default_rng", "Philox", "SFC64"],
+)
+@pytest.mark.parametrize("observes", [False, True])
+def test_a_build_that_draws_from_no_new_generator_is_not_repeated(
+    make, observes
+):
+    assert _built_once(make, observes)
+
+
+@pytest.mark.parametrize("observes", [False, True])
+def test_a_build_that_imports_torch_and_draws_nothing_is_not_repeated(
+    late_torch, observes
+):
+    assert _built_once(lambda: late_torch().Generator(), observes)
 
 
 def test_a_container_that_grows_is_searched_only_for_a_generator(monkeypatch):
