@@ -360,6 +360,10 @@ class FastPyDataset(_Base):
         class of your script), each worker process calls `on_worker_stop` and
         then this method again. Threads share `self`: there, use
         `threading.local()` or `self.worker_index`.
+
+        Without workers and in worker processes, `np.random`, `random` and the
+        random generators of the dataset are seeded for the call: all workers
+        draw the same numbers.
         """
 
     @interface.default_hook

@@ -143,16 +143,37 @@ class Builder:
         return self._dataset()
 
     def start(self, worker_index: int) -> None:
-        """Runs the dataset's `on_worker_start` at the start of a worker."""
+        """Runs the dataset's `on_worker_start` at the start of a worker.
+
+        Seeds the random generators before, in all workers alike; but not in
+        threads.
+        """
         dataset, self._worker_index = self.dataset, worker_index
-        started = OwnState(dataset) if self._private else None
         with build_context.Building(self._context(worker_index)):
-            dataset.on_worker_start()
-        if started is not None:
-            started.note(dataset)
-            self._started = started
-            given = started.given_attributes(dataset)
-            self._worker_state = LostStateMonitor(given)
+            if self._private:
+                self._start_and_note(dataset)
+            elif self._threads or not _has_start(dataset):
+                dataset.on_worker_start()
+            else:
+                with preserved_globals(), _Preserved(self._held()):
+                    self._seed_start()
+                    dataset.on_worker_start()
+
+    def _start_and_note(self, dataset: Dataset) -> None:
+        if _has_start(dataset):
+            self._seed_start()
+        started = OwnState(dataset)
+        dataset.on_worker_start()
+        started.note(dataset)
+        self._started = started
+        given = started.given_attributes(dataset)
+        self._worker_state = LostStateMonitor(given)
+
+    def _seed_start(self) -> None:
+        for held in self._held():
+            held.reseed(self._seed, seeding.START, 1)
+        seeding.reseed_globals(self._seed, seeding.START, 0)
+        self._generators.forget()  # `on_worker_start` may make others
 
     def forget(self, thread: int) -> None:
         """Removes the build context of a worker thread that is abandoned."""
@@ -393,6 +414,10 @@ def builder_in_worker(
         after_build=after_build,
         firsts=firsts,
     )
+
+
+def _has_start(dataset: Dataset) -> bool:
+    return interface.overrides(dataset, "on_worker_start")
 
 
 def _draws_from_new(before: Any) -> bool:

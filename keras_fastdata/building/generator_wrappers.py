@@ -173,6 +173,11 @@ class KerasSeedGenerator(GeneratorWrapper):
     ends. No build can draw from such a generator, so it is left as it is.
     """
 
+    @property
+    def is_fresh(self) -> bool:
+        _, *drawn = self.state() or (0, 1)
+        return drawn == [0]
+
     def reseed(self, stream: np.random.SeedSequence) -> None:
         words = stream.generate_state(2) >> 1  # some backends have int32
         self._assign(words.tolist())

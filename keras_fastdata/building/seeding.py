@@ -30,6 +30,7 @@ OUTSIDE = 6  # (*place): `self.rng` outside of builds
 PART = 7  # (epoch, *key): `self.rng_for`
 PARTS = 8  # (epoch): `self.epoch_order`
 LENGTHS = 9  # (): samples whose lengths are asked for
+START = 10  # (): `on_worker_start`
 
 PRIVATE = "_fastdata"  # this package's attribute of a dataset
 

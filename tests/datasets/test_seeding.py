@@ -508,3 +508,63 @@ def test_workers_of_pytorchs_loader_draw_different_numbers():
     loader = data.DataLoader(dataset, batch_size=None, num_workers=2)
     drawn = [float(batch) for _ in range(2) for batch in loader]
     assert len({*drawn}) == 16
+
+
+class _DrawsAtStart(FastPyDataset):
+    """Shows what `on_worker_start` has drawn, and the present level."""
+
+    def __init__(self, draw, **kwargs):
+        super().__init__(**kwargs)
+        self.draw, self.level = draw, 0
+        self.own = np.random.default_rng(5)
+
+    def __len__(self):
+        return 4
+
+    def on_worker_start(self):
+        self.drawn = self.draw(self)
+        self.look = lambda: self.level  # so it runs again for a new level
+
+    def __getitem__(self, index):
+        return np.array([self.drawn, self.look(), index])
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda dataset: np.random.random(),
+        lambda dataset: random.random(),
+        lambda dataset: dataset.own.random(),
+        lambda dataset: np.asarray(
+            keras.layers.Dense(1)(np.ones((1, 2)))
+        ).sum(),
+    ],
+    ids=["np.random", "random", "own", "layer"],
+)
+def test_on_worker_start_draws_the_same_in_all_workers(draw):
+    def epochs(**place):
+        with _DrawsAtStart(draw, seed=1, **place) as dataset:
+            return [list(dataset) for dataset.level in range(3)]
+
+    np.random.seed(2)
+    expected = epochs(workers=0)
+    assert len({batch[0] for epoch in expected for batch in epoch}) == 1
+    after = np.random.random()
+    for count in (1, 2):
+        assert equal(epochs(workers=count, use_multiprocessing=True), expected)
+    np.random.seed(2)
+    assert after == np.random.random()
+
+
+def test_a_lazy_keras_layer_does_not_repeat_the_build():
+    class Reads(FastPyDataset):
+        lines, layer = iter(range(100)), None
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            self.layer = self.layer or keras.layers.GaussianNoise(1.0)
+            return np.array([next(self.lines)])
+
+    assert equal(_epochs(Reads(workers=0), 1), [[[0], [1], [2], [3]]])
