@@ -23,10 +23,12 @@ from keras_fastdata.building.global_rng import preserved_globals
 from keras_fastdata.building.interface import Dataset
 from keras_fastdata.building.own_state import OwnState, carry_attributes
 from keras_fastdata.building.rng_monitor import GlobalRngMonitor, positions
-from keras_fastdata.building.worker_state import LostStateMonitor
+from keras_fastdata.building.worker_state import (
+    LostStateMonitor,
+    log_lost_state,
+)
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory.arena import aligned_empty
-from keras_fastdata.workers.base import ONCE
 
 _log = logging.getLogger("keras_fastdata")
 
@@ -170,9 +172,7 @@ class Builder:
         self._worker_state = LostStateMonitor(given)
 
     def _seed_start(self) -> None:
-        for held in self._held():
-            held.reseed(self._seed, seeding.START, 1)
-        seeding.reseed_globals(self._seed, seeding.START, 0)
+        _seed_all(self._held(), self._seed, seeding.START)
         self._generators.forget()  # `on_worker_start` may make others
 
     def forget(self, thread: int) -> None:
@@ -344,18 +344,7 @@ class Builder:
         if not paths:
             return
         self._worker_state = None
-        _log.warning(
-            "%s.__getitem__ changes %s in worker processes. Each has "
-            "a copy of the dataset, so the change is lost: neither the "
-            "training process nor another worker sees it. If batches depend "
-            "on it, they differ from run to run: then copy an array before "
-            "you edit it, shuffle in `on_epoch_end`, return other values with "
-            "the batch, or build in this process "
-            "(`use_multiprocessing=False`).",
-            type(self.dataset).__name__,
-            ", ".join(f"`self.{path}`" for path in paths),
-            extra={ONCE: "lost state"},
-        )
+        log_lost_state(type(self.dataset).__name__, paths)
 
     def change(self) -> None:
         """Notes a change of the dataset, and drops its random generators."""
@@ -473,14 +462,19 @@ def run_seeded(
             preserved_globals(),
             _Preserved(found),
         ):
-            for held in found:
-                held.reseed(*stream, 1)
-            seeding.reseed_globals(*stream, 0)
+            _seed_all(found, *stream)
             return function()
     except BaseException:
         if around is None:
             build_context.forget_context(dataset)
         raise
+
+
+def _seed_all(found: list[held_generators.Held], seed: int, *key: int) -> None:
+    """Seeds the generators that were found, and the global ones."""
+    for held in found:
+        held.reseed(seed, *key, 1)
+    seeding.reseed_globals(seed, *key, 0)
 
 
 class _Preserved:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any, NamedTuple
@@ -31,6 +32,9 @@ from keras_fastdata.building.attributes import attributes_of, items_of
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.memory import checksum
 from keras_fastdata.memory.tensors import array_of, as_plain_tensor
+from keras_fastdata.workers.base import ONCE
+
+_log = logging.getLogger("keras_fastdata")
 
 # Items of a container that are checked, and of an array; of those of an
 # attribute, of those in these, and so on.
@@ -126,6 +130,21 @@ class _Shapes:
             return False
         is_batch = len(value) <= self._length.get(value.shape[1:], -1)
         return is_batch or value.shape in self._inside
+
+
+def log_lost_state(kind: str, paths: list[str]) -> None:
+    """Warns that `__getitem__` of a class changes these attributes."""
+    _log.warning(
+        "%s.__getitem__ changes %s in worker processes. Each has a copy of the "
+        "dataset, so the change is lost: neither the training process nor "
+        "another worker sees it. If batches depend on it, they differ from run "
+        "to run: then copy an array before you edit it, shuffle in "
+        "`on_epoch_end`, return other values with the batch, or build in this "
+        "process (`use_multiprocessing=False`).",
+        kind,
+        ", ".join(f"`self.{path}`" for path in paths),
+        extra={ONCE: "lost state"},
+    )
 
 
 def seen_in(attributes: dict[str, Any]) -> dict[str, Any]:
