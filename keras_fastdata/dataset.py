@@ -364,6 +364,9 @@ class FastPyDataset(_Base):
         Without workers and in worker processes, `np.random`, `random` and the
         random generators of the dataset are seeded for the call: all workers
         draw the same numbers.
+
+        It does not run for `dataset[index]`, or where `__getitem__` of another
+        dataset reads this one: call it there.
         """
 
     @interface.default_hook
