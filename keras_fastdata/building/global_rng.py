@@ -160,10 +160,11 @@ def _wait_for(turn: _Turn) -> bool:
             if place:
                 _waits_at.add(place)
             _log.warning(
-                "A build of a batch has been in one place for %d s and seems "
-                "to wait for a batch that thread %r builds, which now goes "
-                "on. If the first build draws from `np.random` or `random` "
-                "meanwhile, its batch cannot be repeated.",
+                "A build of a batch (or `on_worker_start`) has been in one "
+                "place for %d s. It is slow, or it seems to wait for a batch "
+                "that thread %r builds, which now goes on. If it draws from "
+                "`np.random` or `random` meanwhile, what it builds cannot be "
+                "repeated.",
                 _STUCK_S,
                 threading.current_thread().name,
             )
