@@ -358,6 +358,7 @@ def late_torch(monkeypatch):
     return import_torch
 
 
+@pytest.mark.backend  # the environment of TensorFlow's run has no torch
 def test_torch_is_seeded_for_the_batch_that_imports_it(late_torch):
     def draw(thing, _):
         return float(late_torch().rand(()))
@@ -401,6 +402,7 @@ def test_a_build_that_draws_from_no_new_generator_is_not_repeated(
     assert _built_once(make, observes)
 
 
+@pytest.mark.backend
 @pytest.mark.parametrize("observes", [False, True])
 def test_a_build_that_imports_torch_and_draws_nothing_is_not_repeated(
     late_torch, observes
