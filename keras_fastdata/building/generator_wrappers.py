@@ -219,6 +219,7 @@ class HasSeedMethod(GeneratorWrapper):
         try:
             getattr(self.value, self._name)(int(stream.generate_state(1)[0]))
         except Exception as error:
+            raise_of_handler(error)
             _log.warning(
                 "%s.%s(seed) raised %r: its draws are not seeded for each "
                 "batch. Override `reseed` to seed it.",

@@ -628,7 +628,7 @@ def dry_run(name: str, trainer: Any, batch: tuple[Any, ...]) -> None:
     parts = keras.utils.unpack_x_y_sample_weight(
         keras.tree.map_structure(_symbolic, batch)
     )
-    if keras.backend.backend() == "jax":
+    if keras.backend.backend() == "jax" and trainer.built:
         # Between steps the model's variables have no values.
         _dry_run_in_jax(trainer, parts)
     else:

@@ -435,6 +435,63 @@ def test_a_signal_handler_reads_threads_though_it_interrupts_a_draw(
     assert read == [len(expected)] * len(expected)
 
 
+class _Noise:
+    """Calls a function when it is seeded for the second time or later."""
+
+    def __init__(self):
+        self.interrupt, self.seed_count, self.drawn = None, 0, 0
+
+    def seed(self, seed=None):
+        self.seed_count += 1
+        if self.interrupt is not None and self.seed_count > 1:
+            self.interrupt()
+        self.drawn = seed
+
+
+class _Noisy(FastPyDataset):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.noise = _Noise()
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return np.array([index, self.noise.drawn])
+
+
+def _fail():
+    raise TypeError("no seed, please")
+
+
+def test_a_seeding_method_that_raises_is_reported_and_not_called_again(caplog):
+    dataset = _Noisy(workers=0, seed=1)
+    dataset.noise.interrupt = _fail
+    assert [index for index, _ in dataset] == [0, 1, 2, 3]
+    assert [one.getMessage() for one in caplog.records] == [
+        "_Noise.seed(seed) raised TypeError('no seed, please'): its draws are "
+        "not seeded for each batch. Override `reseed` to seed it."
+    ]
+
+
+def test_a_signal_handler_may_raise_while_a_seeding_method_runs(caplog):
+    def handle(*_):
+        raise TimeoutError
+
+    _, expected = _epochs(_Noisy(workers=0, seed=1), 2)
+    dataset = _Noisy(workers=0, seed=1)
+    dataset.noise.interrupt = lambda: signal.raise_signal(signal.SIGUSR1)
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with pytest.raises(TimeoutError):
+            list(dataset)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    dataset.noise.interrupt = None
+    assert equal(list(dataset), expected)
+    assert not caplog.records
+
+
 def test_in_a_forked_child_no_thread_holds_the_global_generators():
     held, forked = threading.Event(), threading.Event()
 

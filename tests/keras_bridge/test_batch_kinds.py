@@ -457,6 +457,29 @@ def test_a_batch_whose_rows_differ_is_named(odd, said, place):
             )
 
 
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ((ROWS, TARGETS[:7]), "8 in the inputs, 7 in the targets. "),
+        ((ROWS.tolist(), [1.0] * 8), "24 arrays without rows. Return arrays"),
+        ((ROWS, [1.0] * 8), "8 arrays without rows. Return arrays"),
+    ],
+    ids=["targets", "lists", "lists as targets"],
+)
+def test_rows_that_differ_are_named_before_the_model_is_built(
+    batch, said, method
+):
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with _dataset(lambda _: batch, KINDS["inline"]) as dataset:
+        error = _error(getattr(model, method), dataset, verbose=0)
+    assert said in str(error)
+    assert re.fullmatch(
+        r"In batch \d of epoch 0 of Made\.", error.__notes__[-1]
+    )
+
+
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 def test_a_dataset_of_length_0_says_so(method, place):
     with (
