@@ -28,7 +28,11 @@ from keras_fastdata.workers.messages import (
     ResultMessage,
     TaskMessage,
 )
-from keras_fastdata.workers.worker_process import WorkerStart, leave
+from keras_fastdata.workers.worker_process import (
+    WorkerStart,
+    leave,
+    run_finalizers,
+)
 
 
 class WorkerLoop:
@@ -163,8 +167,12 @@ class WorkerLoop:
             note(worker, 0)
 
     def stop(self) -> None:
-        """Runs `on_worker_stop`; the builder logs the hook's exceptions."""
+        """Runs `on_worker_stop`, and ends what `multiprocessing` has here.
+
+        The builder logs the hook's exceptions.
+        """
         self._builder.stop(self._start.worker)
+        run_finalizers()
 
     def _build(self, task: TaskMessage) -> ResultMessage:
         writer = self._writer(task)

@@ -11,10 +11,11 @@ import dataclasses
 import gc
 import importlib.machinery
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from keras_fastdata._modules import current_folder, import_folders, spec_of
@@ -155,11 +156,41 @@ def set_up(start: WorkerStart) -> None:
         if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     sys.breakpointhook = exceptions.no_breakpoint
+    _spare_resource_trackers()
     # A fork has the trainer's; nobody could tell whom a line is for.
     with contextlib.suppress(OSError):
         sys.stdin = open(os.devnull)  # noqa: SIM115
         os.dup2(sys.stdin.fileno(), 0)
     gc.freeze()
+
+
+def _spare_resource_trackers() -> None:
+    """Makes a resource tracker that this worker starts outlive the worker.
+
+    `multiprocessing` and joblib start one with the first lock, pool or shared
+    memory. The tracker removes what is left of these in `/dev/shm`. As part of
+    the worker's process group the tracker would be killed with the worker.
+    """
+    util: Any = multiprocessing.util
+    start = util.spawnv_passfds
+
+    def start_apart(path: Any, args: Sequence[Any], fds: Any) -> int:
+        *flags, code = args
+        if "resource_tracker" in code:
+            args = [*flags, f"import os; os.setpgid(0, 0); {code}"]
+        pid: int = start(path, args, fds)
+        return pid
+
+    util.spawnv_passfds = start_apart
+
+
+def run_finalizers() -> None:
+    """Ends the pools, and removes the locks, that builds have left open.
+
+    `multiprocessing` does so at the end of its own processes.
+    """
+    util: Any = multiprocessing.util
+    util._run_finalizers(0)  # noqa: SLF001
 
 
 def run_and_leave(run: Callable[[], int]) -> NoReturn:
