@@ -354,6 +354,9 @@ class FastPyDataset(_Base):
 
         Open files and connections here. In processes, attributes that it
         sets on `self` belong to that worker and are never overwritten.
+        Compute values from attributes that change between epochs elsewhere,
+        such as in `on_epoch_begin`: this method runs once without workers,
+        but again in a worker that starts later.
 
         If the dataset changes, and what this method made depends on the
         dataset (`Reader(self.table)`, `self.reader.open()`, an object of a
