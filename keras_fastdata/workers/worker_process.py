@@ -175,7 +175,8 @@ def _spare_resource_trackers() -> None:
     start = util.spawnv_passfds
 
     def start_apart(path: Any, args: Sequence[Any], fds: Any) -> int:
-        *flags, code = args
+        *flags, last = args
+        code = os.fsdecode(last)
         if "resource_tracker" in code:
             args = [*flags, f"import os; os.setpgid(0, 0); {code}"]
         pid: int = start(path, args, fds)
