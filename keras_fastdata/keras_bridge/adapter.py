@@ -31,7 +31,7 @@ from keras_fastdata._dataset_internals import (
 from keras_fastdata.building import interface
 from keras_fastdata.engine.batch_iterator import BatchIterator, iterate
 from keras_fastdata.errors import LoaderError
-from keras_fastdata.keras_bridge import rows
+from keras_fastdata.keras_bridge import rows, shapes
 from keras_fastdata.keras_bridge.batches import (
     IteratorBatches,
     check_first,
@@ -107,6 +107,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         # Called after a resumed epoch, whose length Keras was told.
         self._restore_length: Callable[[], None] | None = None
         self._rows = rows.Rows()
+        self._shapes = shapes.Shapes()
 
     # -- called by Keras -----------------------------------------------------
 
@@ -268,6 +269,8 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         standardized = self._standardize_batch(batch)
         if rows.may_differ(standardized):
             self._rows.check(standardized)
+        else:
+            self._shapes.check(standardized)
         return standardized
 
     def name_batches(

@@ -9,6 +9,7 @@ its loss by shapes alone, which fails if the step would.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -30,16 +31,21 @@ def may_differ(batch: Any) -> bool:
     if type(batch) is not tuple:
         return False
     count = None
+    for leaf in leaves_of(batch):
+        rows = _rows_of(leaf)
+        if rows is None or count not in (None, rows):
+            return True
+        count = rows
+    return False
+
+
+def leaves_of(batch: tuple[Any, ...]) -> Iterator[Any]:
+    """Yields the arrays of a batch, and what it has in place of arrays."""
     for part in batch:
         is_array = type(part) is np.ndarray
         for leaf in (part,) if is_array else keras.tree.flatten(part):
-            if leaf is None:
-                continue
-            rows = _rows_of(leaf)
-            if rows is None or count not in (None, rows):
-                return True
-            count = rows
-    return False
+            if leaf is not None:
+                yield leaf
 
 
 class Rows:
@@ -60,17 +66,16 @@ class Rows:
         if shapes in self._taken or not has(Feature.ROWS):
             return
         name, trainer = trainer_at_work()
-        if name in ("fit", "evaluate") and not _runs(name, trainer, batch):
+        if failure(name, trainer, batch) is not None:
             numbers = sum(map(_is_number, keras.tree.flatten(batch)))
-            if numbers and _runs(
-                name, trainer, keras.tree.traverse(_as_array, batch)
-            ):
+            arrays = keras.tree.traverse(_as_array, batch)
+            if numbers and failure(name, trainer, arrays) is None:
                 raise ValueError(
                     "A batch has lists of numbers, which Keras takes for "
                     f"{numbers} arrays without rows. Return arrays: "
                     "`np.array(...)` of each list."
                 )
-            if not numbers and _runs(name, trainer, _alike(batch)):
+            if not numbers and failure(name, trainer, _alike(batch)) is None:
                 raise ValueError(
                     "All arrays of a batch must have the same number of rows. "
                     f"Received: {_described(batch)}. Return one row for each "
@@ -79,16 +84,23 @@ class Rows:
         self._taken.add(shapes)
 
 
-def _runs(name: str, trainer: Any, batch: tuple[Any, ...]) -> bool:
-    """Returns whether a model can compute its loss for a batch."""
+def failure(
+    name: str, trainer: Any, batch: tuple[Any, ...]
+) -> Exception | None:
+    """Returns the error with which a model fails to compute a batch's loss.
+
+    Returns `None` if the model computes the loss, or in `predict`.
+    """
+    if name not in ("fit", "evaluate"):
+        return None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they would come twice
             dry_run(name, trainer, batch)
     except Exception as error:  # of any layer, backend, or code of the user
         raise_of_handler(error)
-        return False
-    return True
+        return error
+    return None
 
 
 def _alike(batch: tuple[Any, ...]) -> Any:

@@ -13,6 +13,7 @@ from keras_facts import IS_316
 from places import FULL, KINDS, quickly
 
 from keras_fastdata import FastPyDataset
+from keras_fastdata.keras_bridge import shapes
 
 pytestmark = [pytest.mark.backend, pytest.mark.usefixtures("kept_forkserver")]
 
@@ -478,6 +479,53 @@ def test_rows_that_differ_are_named_before_the_model_is_built(
     assert re.fullmatch(
         r"In batch \d of epoch 0 of Made\.", error.__notes__[-1]
     )
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+def test_a_batch_of_a_shape_that_the_model_does_not_take_is_named(
+    method, place
+):
+    def make(index):
+        return np.ones((8, 3 if index == 2 else 2), "float32"), TARGETS
+
+    in_order = {"shuffle": False} if method == "fit" else {}
+    with _dataset(make, place) as dataset:
+        run = getattr(_compiled(), method)
+        error = _error(run, dataset, verbose=0, **in_order)
+    assert isinstance(error, ValueError)
+    assert "shape (8, 3) where " in str(error)
+    assert "In batch 2 of epoch 0 of Made." in error.__notes__
+
+
+def test_a_model_may_take_batches_of_many_shapes(monkeypatch):
+    checked, failure = [], shapes.failure
+
+    def counted(*args):
+        checked.append(failure(*args))
+        return checked[-1]
+
+    monkeypatch.setattr(shapes, "failure", counted)
+
+    def make(index):
+        return np.full((8, 4 + index, 2), index, "float32"), TARGETS
+
+    def trained(kind):
+        layers = [keras.layers.GlobalMaxPooling1D(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((None, 2)), *layers])
+        model.compile("sgd", "mse")
+        model.set_weights([np.ones((2, 1)), np.zeros(1)])
+        return model.fit(kind, verbose=0, shuffle=False).history["loss"]
+
+    class Stock(keras.utils.PyDataset):
+        def __len__(self):
+            return 9
+
+        def __getitem__(self, index):
+            return make(index)
+
+    with _dataset(make, KINDS["inline"], length=9) as dataset:
+        assert trained(dataset) == trained(Stock())
+    assert checked == [None] * (0 if BACKEND == "tensorflow" else 3)
 
 
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
