@@ -41,7 +41,7 @@ class Shapes:
             return
         self._known.add(key)
         if not self._first:
-            self._first = keras.tree.map_structure(_form_of, batch)
+            self._first = keras.tree.map_structure(_spec_of, batch)
             return
         name, trainer = trainer_at_work()
         if not has(Feature.ROWS):
@@ -57,7 +57,7 @@ class Shapes:
         ) from error
 
 
-class _Form:
+class _ArraySpec:
     """Stands for an array, without its values."""
 
     def __init__(self, leaf: Any) -> None:
@@ -65,8 +65,8 @@ class _Form:
         self.dtype = getattr(leaf, "dtype", None)
 
 
-def _form_of(leaf: Any) -> _Form | None:
-    return None if leaf is None else _Form(leaf)
+def _spec_of(leaf: Any) -> _ArraySpec | None:
+    return None if leaf is None else _ArraySpec(leaf)
 
 
 def _shapes_of(batch: tuple[Any, ...]) -> _Shapes:
