@@ -19,6 +19,7 @@ from keras_fastdata.building import (
     seeding,
 )
 from keras_fastdata.building.build_context import Context, Empty
+from keras_fastdata.building.generator_wrappers import HasSeedMethod
 from keras_fastdata.building.global_rng import preserved_globals
 from keras_fastdata.building.interface import Dataset
 from keras_fastdata.building.own_state import OwnState, carry_attributes
@@ -224,8 +225,7 @@ class Builder:
                 if state is not None and state.count_build():
                     self._look_for_lost_state(state, batch)
                 return batch
-            found, interrupts = self._held(), context.interrupts
-            with preserved_globals(), _Preserved(found, interrupts):
+            with preserved_globals(), _Preserved(self._held()):
                 return self._observed(context)
 
     def _observed(self, context: Context) -> Any:
@@ -460,7 +460,7 @@ def run_seeded(
         with (
             build_context.Building(context),
             preserved_globals(),
-            _Preserved(found),
+            _Preserved(found, outside=True),
         ):
             _seed_all(found, *stream)
             return function()
@@ -478,17 +478,25 @@ def _seed_all(found: list[held_generators.Held], seed: int, *key: int) -> None:
 
 
 class _Preserved:
-    """Restores random generators that are in globals or class attributes.
+    """Restores random generators, but not objects that have only `seed`.
 
-    If `all_of_them`, also those of the dataset: a signal handler may build a
+    So the training process has the same generators after builds without
+    workers as after builds in processes. Besides, a signal handler may build a
     batch of the dataset while another batch of the same dataset is built.
+
+    Args:
+        found: The random generators of a dataset.
+        outside: Whether to restore only those in globals or class attributes.
     """
 
     def __init__(
-        self, found: list[held_generators.Held], all_of_them: bool = False
+        self, found: list[held_generators.Held], *, outside: bool = False
     ) -> None:
         self._found = [
-            held.generator for held in found if all_of_them or held.is_outside
+            held.generator
+            for held in found
+            if held.is_outside
+            or not (outside or isinstance(held.generator, HasSeedMethod))
         ]
 
     def __enter__(self) -> None:

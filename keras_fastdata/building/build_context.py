@@ -84,7 +84,6 @@ class Context:
     # The batch in whose build, and thread, this one is built.
     outer: Context | None = None
     _rng: list[np.random.Generator] = dataclasses.field(default_factory=list)
-    interrupts: bool = False  # whether a signal handler builds it amid `outer`
     _holds: tuple[int, bool] | None = None
     # The function that builds, and the signal handlers that may interrupt it.
     _function: types.CodeType | None = None
@@ -93,7 +92,6 @@ class Context:
     def begin(self, function: types.CodeType, outer: Context | None) -> None:
         """Records the function that builds, and the build around it."""
         self._function, self.outer = function, outer
-        self.interrupts = outer is not None and outer.is_interrupted
 
     @property
     def is_interrupted(self) -> bool:

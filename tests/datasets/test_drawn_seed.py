@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 
 import keras
@@ -249,6 +251,24 @@ class DrawsOfGiven(HasGenerator):
 def _stream_of_global(count=8):
     for _ in range(count):
         yield RNG.random(2), np.random.random(2), random.random()
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda dataset: pickle.loads(pickle.dumps(dataset))],
+    ids=["copied", "pickled"],
+)
+@pytest.mark.parametrize("kind", SEEDED)
+def test_a_copy_of_a_used_dataset_draws_alike_with_any_workers(kind, copied):
+    def batches(place):
+        keras.utils.set_random_seed(7)
+        with HasGenerator(SEEDED[kind](5), **place) as dataset:
+            list(dataset)
+            another = copied(dataset)
+        return epochs_of(another)
+
+    inline, in_processes = map(batches, PLACES)
+    assert equal(inline, in_processes)
 
 
 def test_who_seeds_nothing_has_other_batches_in_each_run():
