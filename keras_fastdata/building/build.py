@@ -152,6 +152,7 @@ class Builder:
         threads.
         """
         dataset, self._worker_index = self.dataset, worker_index
+        self._generators.forget()  # another may have taken its place
         with build_context.Building(self._context(worker_index)):
             if self._private:
                 self._start_and_note(dataset)

@@ -36,6 +36,10 @@ _ACTIONS = {
     "SIGCHLD": signal.SIG_DFL,
     "SIGTERM": signal.SIG_DFL,
 }
+_APART = (
+    "import os, signal; os.setpgid(0, 0); "
+    f"[signal.signal(n, signal.SIG_IGN) for n in {[*map(int, NOT_FOR_US)]}]"
+)
 _OOM_SCORE = 500  # of 1000: the kernel picks a worker before the trainer
 
 
@@ -169,7 +173,8 @@ def _spare_resource_trackers() -> None:
 
     `multiprocessing` and joblib start one with the first lock, pool or shared
     memory. The tracker removes what is left of these in `/dev/shm`. As part of
-    the worker's process group the tracker would be killed with the worker.
+    the worker's process group the tracker would be killed with the worker. The
+    signals in `NOT_FOR_US` do not end a tracker either.
     """
     util: Any = multiprocessing.util
     start = util.spawnv_passfds
@@ -178,7 +183,7 @@ def _spare_resource_trackers() -> None:
         *flags, last = args
         code = os.fsdecode(last)
         if "resource_tracker" in code:
-            args = [*flags, f"import os; os.setpgid(0, 0); {code}"]
+            args = [*flags, f"{_APART}; {code}"]
         pid: int = start(path, args, fds)
         return pid
 

@@ -450,6 +450,18 @@ def test_one_that_is_replaced_is_found_again():
     assert [builder.build(0, index, 0) for index in range(4)] == first
 
 
+def test_one_deep_in_a_closed_dataset_may_be_replaced():
+    def made():
+        rngs = [np.random.default_rng(5)]
+        return Holds(rngs, lambda rngs, _: rngs[0].random(), seed=1, workers=0)
+
+    dataset, expected = made(), _epochs(made())
+    found = [list(dataset)]
+    dataset.close()
+    dataset.thing[0] = np.random.default_rng(5)
+    assert equal([*found, list(dataset)], expected)
+
+
 def test_one_that_is_replaced_at_the_same_address_is_found_again():
     dataset = Holds([random.Random(0)], lambda thing, _: thing[0].random())
     builder = build.Builder(lambda: dataset, 1)

@@ -403,6 +403,9 @@ def test_a_killed_trainer_leaves_no_lock_or_shared_memory_of_workers(
     data = f"SharesMemory(10**6, 0.001, start_method={start_method!r})"
     with Trainer(zygote, f"{_SHARES}fit({data}, Tell())\n") as trainer:
         assert trainer.line() == "training"
+        # A scheduler sends it to all processes of a job.
+        for pid in set(trainer.family()) - {trainer.pid}:
+            os.kill(pid, signal.SIGUSR1)
         trainer.send(signal.SIGKILL)
         assert trainer.end() == -signal.SIGKILL
         trainer.leaves_no_process()
