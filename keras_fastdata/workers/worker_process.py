@@ -15,7 +15,7 @@ import multiprocessing.util
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from keras_fastdata._modules import current_folder, import_folders, spec_of
@@ -36,10 +36,6 @@ _ACTIONS = {
     "SIGCHLD": signal.SIG_DFL,
     "SIGTERM": signal.SIG_DFL,
 }
-_APART = (
-    "import os, signal; os.setpgid(0, 0); "
-    f"[signal.signal(n, signal.SIG_IGN) for n in {[*map(int, NOT_FOR_US)]}]"
-)
 _OOM_SCORE = 500  # of 1000: the kernel picks a worker before the trainer
 
 
@@ -160,34 +156,11 @@ def set_up(start: WorkerStart) -> None:
         if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     sys.breakpointhook = exceptions.no_breakpoint
-    _spare_resource_trackers()
     # A fork has the trainer's; nobody could tell whom a line is for.
     with contextlib.suppress(OSError):
         sys.stdin = open(os.devnull)  # noqa: SIM115
         os.dup2(sys.stdin.fileno(), 0)
     gc.freeze()
-
-
-def _spare_resource_trackers() -> None:
-    """Makes a resource tracker that this worker starts outlive the worker.
-
-    `multiprocessing` and joblib start one with the first lock, pool or shared
-    memory. The tracker removes what is left of these in `/dev/shm`. As part of
-    the worker's process group the tracker would be killed with the worker. The
-    signals in `NOT_FOR_US` do not end a tracker either.
-    """
-    util: Any = multiprocessing.util
-    start = util.spawnv_passfds
-
-    def start_apart(path: Any, args: Sequence[Any], fds: Any) -> int:
-        *flags, last = args
-        code = os.fsdecode(last)
-        if "resource_tracker" in code:
-            args = [*flags, f"{_APART}; {code}"]
-        pid: int = start(path, args, fds)
-        return pid
-
-    util.spawnv_passfds = start_apart
 
 
 def run_finalizers() -> None:

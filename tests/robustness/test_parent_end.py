@@ -369,22 +369,16 @@ def test_workers_outlive_the_thread_that_started_them(
     assert log.read_text() == "start\n" * 2
 
 
-# -- with locks and shared memory in workers -----------------------------------
+# -- with locks in workers ------------------------------------------------------
 
 _SHARES = """
 import multiprocessing
-from multiprocessing import shared_memory
 from joblib.externals.loky.backend import get_context
 
 class Shares(Data):
     def on_worker_start(self):
         self.lock = multiprocessing.get_context("spawn").Lock()
         self.another = get_context("loky").Lock()  # has its own tracker
-
-class SharesMemory(Shares):
-    def on_worker_start(self):
-        super().on_worker_start()
-        self.memory = shared_memory.SharedMemory(create=True, size=100)
 """
 
 
@@ -394,22 +388,6 @@ def test_locks_of_workers_end_with_them(start_method, zygote):
     with Trainer(zygote, _SHARES + script) as trainer:
         assert trainer.end() == 0, trainer.errors()
         trainer.leaves_nothing()
-
-
-@pytest.mark.parametrize("start_method", START_METHODS)
-def test_a_killed_trainer_leaves_no_lock_or_shared_memory_of_workers(
-    start_method, zygote
-):
-    data = f"SharesMemory(10**6, 0.001, start_method={start_method!r})"
-    with Trainer(zygote, f"{_SHARES}fit({data}, Tell())\n") as trainer:
-        assert trainer.line() == "training"
-        # A scheduler sends it to all processes of a job.
-        for pid in set(trainer.family()) - {trainer.pid}:
-            os.kill(pid, signal.SIGUSR1)
-        trainer.send(signal.SIGKILL)
-        assert trainer.end() == -signal.SIGKILL
-        trainer.leaves_no_process()
-        trainer.leaves_no_segment()
 
 
 # -- ended at a random moment --------------------------------------------------
