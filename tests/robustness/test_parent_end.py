@@ -369,7 +369,7 @@ def test_workers_outlive_the_thread_that_started_them(
     assert log.read_text() == "start\n" * 2
 
 
-# -- with locks in workers ------------------------------------------------------
+# -- with locks in workers -----------------------------------------------------
 
 _SHARES = """
 import multiprocessing
