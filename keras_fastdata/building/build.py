@@ -497,7 +497,7 @@ class _Preserved:
             held.generator
             for held in found
             if held.is_outside
-            or not (outside or isinstance(held.generator, HasSeedMethod))
+            or (not outside and not isinstance(held.generator, HasSeedMethod))
         ]
 
     def __enter__(self) -> None:

@@ -393,15 +393,15 @@ UNEVEN = {
 
 
 class _Stock(keras.utils.PyDataset):
-    def __init__(self, batch):
+    def __init__(self, make, length=2):
         super().__init__()
-        self.batch = batch
+        self.make, self.length = make, length
 
     def __len__(self):
-        return 2
+        return self.length
 
     def __getitem__(self, index):
-        return self.batch
+        return self.make(index)
 
 
 def _error(function, *args, **kwargs):
@@ -416,7 +416,7 @@ def _error(function, *args, **kwargs):
 @pytest.mark.filterwarnings("ignore:The structure of:UserWarning")
 def test_rows_that_differ_are_refused_where_stock_keras_fails(name):
     make, batch = UNEVEN[name]
-    stock = _error(make().fit, _Stock(batch), verbose=0)
+    stock = _error(make().fit, _Stock(lambda _: batch), verbose=0)
     ours = _error(
         make().fit, _dataset(lambda _: batch, KINDS["inline"]), verbose=0
     )
@@ -516,15 +516,8 @@ def test_a_model_may_take_batches_of_many_shapes(monkeypatch):
         model.set_weights([np.ones((2, 1)), np.zeros(1)])
         return model.fit(kind, verbose=0, shuffle=False).history["loss"]
 
-    class Stock(keras.utils.PyDataset):
-        def __len__(self):
-            return 9
-
-        def __getitem__(self, index):
-            return make(index)
-
     with _dataset(make, KINDS["inline"], length=9) as dataset:
-        assert trained(dataset) == trained(Stock())
+        assert trained(dataset) == trained(_Stock(make, 9))
     assert checked == [None] * (0 if BACKEND == "tensorflow" else 3)
 
 
