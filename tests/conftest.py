@@ -17,6 +17,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -51,6 +52,7 @@ def pytest_configure(config):
     Python leaves it so, here and in the scripts that tests start.
     """
     _share_compiled_steps(config)
+    _start_resource_tracker()
     hypothesis.settings.register_profile(
         "busy",
         deadline=None,
@@ -61,6 +63,24 @@ def pytest_configure(config):
     hypothesis.settings.load_profile("busy")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _start_resource_tracker():
+    """Starts the process that `multiprocessing` starts once it needs one.
+
+    It is the child of a process that has ended: tests count the children of
+    this process.
+    """
+    tracker = multiprocessing.resource_tracker._resource_tracker
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        pid = os.fork()
+        if not pid:
+            with contextlib.suppress(BaseException):
+                socket.send_fds(theirs, [b"-"], [tracker.getfd()])
+            os._exit(0)
+        os.waitpid(pid, 0)
+        _, (tracker._fd,), *_ = socket.recv_fds(ours, 1, 1)
 
 
 def _share_compiled_steps(config):
@@ -156,18 +176,6 @@ def _collections_are_quick(_backend_is_warm):
     """
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="module")
-def resource_tracker():
-    """Has the process run that `multiprocessing` starts, for a module alone.
-
-    Other modules count this process's children.
-    """
-    multiprocessing.resource_tracker.ensure_running()
-    yield
-    gc.collect()  # a semaphore that ends would start it again
-    multiprocessing.resource_tracker._resource_tracker._stop()
 
 
 @pytest.fixture(scope="session")

@@ -22,20 +22,34 @@ def move_away(fds: Iterable[int]) -> list[int]:
     Returns the descriptors that take the place of `fds`. These stay as they are
     on systems without `O_PATH`, or if few descriptors are allowed.
     """
-    fds = [*fds]
-    if not hasattr(os, "O_PATH"):
-        return fds
+    fds = [moved(fd) for fd in fds]
+    if _has_room():
+        nothing = os.open("/", os.O_PATH | os.O_CLOEXEC)
+        while nothing < _FIRST:  # each one takes the lowest number that is free
+            nothing = os.dup(nothing)
+        os.close(nothing)
+    return fds
+
+
+def moved(fd: int) -> int:
+    """Moves a descriptor to a high number, which it returns.
+
+    Without room for it, the descriptor stays as it is.
+    """
+    if not _has_room():
+        return fd
     import fcntl
+
+    high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST)
+    os.close(fd)
+    return high
+
+
+def _has_room() -> bool:
+    """Returns whether the system has, and allows, high numbers."""
+    if not hasattr(os, "O_PATH"):
+        return False
     import resource
 
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= allowed < _FIRST * _SHARE:
-        return fds
-    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST) for fd in fds]
-    for fd in fds:
-        os.close(fd)
-    nothing = os.open("/", os.O_PATH | os.O_CLOEXEC)
-    while nothing < _FIRST:  # each one takes the lowest number that is free
-        nothing = os.dup(nothing)
-    os.close(nothing)
-    return moved
+    return not 0 <= allowed < _FIRST * _SHARE

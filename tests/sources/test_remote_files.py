@@ -32,8 +32,8 @@ CONTENT = random.Random(1).randbytes(100_000)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _is_warm(s3, resource_tracker):
-    """Starts what `fsspec`, `multiprocessing` and this module keep."""
+def _is_warm(s3):
+    """Starts what `fsspec` and this module keep."""
     fsspec.asyn.get_loop()
 
 

@@ -28,8 +28,6 @@ from storage_samples import (
 from keras_fastdata.sources import file_cache
 from keras_fastdata.sources.storage import Storage
 
-pytestmark = pytest.mark.usefixtures("resource_tracker")
-
 # -- finding -----------------------------------------------------------------
 
 

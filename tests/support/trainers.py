@@ -206,6 +206,13 @@ class Trainer:
             assert time.monotonic() < deadline, [_look_of(pid) for pid in left]
             time.sleep(0.02)
 
+    def leaves_no_segment(self):
+        # Other tests run beside this one; what they make there is soon gone.
+        deadline = time.monotonic() + _GONE_S
+        while left := set(os.listdir("/dev/shm")) - self._segments:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.02)
+
     def leaves_nothing(self, last_words=None):
         """Checks what is left once it has ended.
 
@@ -213,11 +220,7 @@ class Trainer:
             last_words: How its one traceback ends; `None` for none.
         """
         self.leaves_no_process()
-        # Other tests run beside this one; what they make there is soon gone.
-        deadline = time.monotonic() + _GONE_S
-        while left := set(os.listdir("/dev/shm")) - self._segments:
-            assert time.monotonic() < deadline, left
-            time.sleep(0.02)
+        self.leaves_no_segment()
         errors = self.errors()
         for noise in ("resource_tracker", "Exception ignored", "leaked"):
             assert noise not in errors, errors

@@ -712,6 +712,19 @@ TROUBLES = {
         "left = subprocess.Popen(['sleep', '600'])",
         "leaves a process running",
     ),
+    "lock": (
+        "import multiprocessing; left = multiprocessing.Lock()",
+        "makes a lock that all workers would share",
+    ),
+    "lock for spawned processes": (
+        "import multiprocessing as mp; left = mp.get_context('spawn').Lock()",
+        "makes a lock that all workers would share",
+    ),
+    "shared memory": (
+        "from multiprocessing.shared_memory import SharedMemory\n"
+        "left = SharedMemory(create=True, size=8); left.unlink()",
+        "opens /dev/shm/",
+    ),
     "mine": ("import tools", "imports tools, which is not installed"),
     "forks": (
         "os.register_at_fork(before=lambda: os._exit(4))",

@@ -594,14 +594,15 @@ def test_a_forked_process_that_lives_on_does_not_keep_workers(
         "pid = os.fork()\n"
         "if not pid:\n"
         "    time.sleep(600)\n"
-        "say(pid)\n"
+        "from multiprocessing.resource_tracker import _resource_tracker\n"
+        "say(pid, _resource_tracker._pid)\n"
         "for _ in batches: pass\n"
     )
     with Trainer(zygote, script) as trainer:
-        child = int(trainer.line())
+        child, tracker = map(int, trainer.line().split())
         trainer.send(signum)
         assert trainer.end() == -signum
-        trainer.leaves_no_process(but=[child])
+        trainer.leaves_no_process(but=[child, tracker])
         assert child in trainer.family()
 
 

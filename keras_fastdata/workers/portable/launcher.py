@@ -15,8 +15,7 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
 
-from keras_fastdata.memory import os_limits
-from keras_fastdata.workers import environment
+from keras_fastdata.workers import environment, resource_tracker
 
 _KILL = 9  # SIGKILL on POSIX; on Windows, the exit status
 
@@ -24,6 +23,8 @@ _BOOTSTRAP = (
     "import sys; sys.path.extend(p for p in {path!r} if p not in sys.path); "
     "from keras_fastdata import _process_role; _process_role.become_worker(); "
     "import keras_fastdata.dataset; "
+    "from keras_fastdata.workers import resource_tracker; "
+    "resource_tracker.adopt({tracker}); "
     "from keras_fastdata.workers.portable import worker_main; "
     "worker_main.run({trainer}, {files}, {pipes})"
 )
@@ -39,15 +40,17 @@ def start(
     """Starts a worker that inherits the given descriptors and pipe ends."""
     handles = [_handle_of(fd) for fd in files]
     ends = [end.fileno() for end in pipes]
+    tracker = resource_tracker.descriptors()
     code = _BOOTSTRAP.format(
         path=environment.import_paths(),
         trainer=os.getpid(),
         files=handles,
         pipes=ends,
+        tracker=tracker,
     )
     how: dict[str, Any] = {}
     if _msvcrt is None:
-        how["pass_fds"] = [*handles, *ends]
+        how["pass_fds"] = [*handles, *ends, *tracker]
     else:
         for handle in (*handles, *ends):
             os.set_handle_inheritable(handle, True)  # type: ignore[attr-defined]
@@ -59,7 +62,6 @@ def start(
         how["process_group"] = 0
     elif hasattr(subprocess, "CREATE_NEW_PROCESS_GROUP"):
         how["creationflags"] = subprocess.CREATE_NEW_PROCESS_GROUP
-    os_limits.keep_standard_files()
     return subprocess.Popen(
         [*environment.interpreter(), code],
         env=environ,

@@ -16,13 +16,15 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from keras_fastdata.memory import os_limits
-from keras_fastdata.workers import environment
+from keras_fastdata.workers import environment, resource_tracker
 from keras_fastdata.workers.process import sockets
 
 _BOOTSTRAP = (
     "import sys; sys.path.extend(p for p in {path!r} if p not in sys.path); "
     "from keras_fastdata import _process_role; _process_role.become_worker(); "
     "import keras_fastdata.dataset; "
+    "from keras_fastdata.workers import resource_tracker; "
+    "resource_tracker.adopt({tracker}); "
     "from keras_fastdata.workers.process import forkserver, worker_main; "
     "{function}({trainer}, {fds})"
 )
@@ -97,12 +99,17 @@ def start_python(
     The function gets a pidfd of this process, and descriptors like `fds`.
     """
     interpreter = environment.interpreter()
-    with own_pidfd() as pidfd, _above_stdio([pidfd, *fds]) as passed:
+    tracker = resource_tracker.descriptors()
+    with (
+        own_pidfd() as pidfd,
+        _above_stdio([pidfd, *fds, *tracker]) as passed,
+    ):
         code = _BOOTSTRAP.format(
             path=environment.import_paths(),
             function=function,
             trainer=passed[0],
-            fds=passed[1:],
+            fds=passed[1 : 1 + len(fds)],
+            tracker=passed[1 + len(fds) :],
         )
         return subprocess.Popen(
             [*interpreter, code],

@@ -5,7 +5,8 @@ and need not import them. The fork server must remain a process that can be
 forked. So it ends after an import that
 
 - raises,
-- leaves a thread, a running process or an open device behind, or
+- leaves a thread, a running process, an open device or shared memory behind,
+- makes a lock of `multiprocessing`, which a worker may hold when it dies, or
 - imports a module of the user's, which may change until the next worker.
 
 Each worker replaces the seeds that packages drew for their random generators.
@@ -20,6 +21,7 @@ import dataclasses
 import gc
 import importlib
 import logging
+import multiprocessing.util
 import os
 import random
 import stat
@@ -28,6 +30,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing.synchronize import SemLock
 from typing import Any
 
 import numpy as np
@@ -183,6 +186,9 @@ def _reason_against(known: set[str], devices: set[str]) -> str:
         time.sleep(_LOOK_S)
     if opened := _devices() - devices:
         return f"it opens {', '.join(sorted(opened))}"
+    if _has_shared_locks():
+        worker_process.run_finalizers()  # which removes their names
+        return "it makes a lock that all workers would share"
     tops = {
         name.partition(".")[0] for name in sys.modules.copy().keys() - known
     }
@@ -209,15 +215,27 @@ def _has_children() -> bool:
     return False
 
 
+def _has_shared_locks() -> bool:
+    """Returns whether locks of `multiprocessing` exist in this process."""
+    util: Any = multiprocessing.util
+    made = util._afterfork_registry.copy().values()  # noqa: SLF001
+    return any(isinstance(value, SemLock) for value in made)
+
+
 def _devices() -> set[str]:
-    """Returns the device files that are open, except for common devices."""
+    """Returns what is open of devices and shared memory.
+
+    Except for common devices.
+    """
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             status = os.stat(f"/proc/self/fd/{fd}")
             is_device = stat.S_ISCHR(status.st_mode)
-            if is_device and os.major(status.st_rdev) not in _COMMON_DEVICES:
-                found.add(os.readlink(f"/proc/self/fd/{fd}"))
+            is_rare = os.major(status.st_rdev) not in _COMMON_DEVICES
+            path = os.readlink(f"/proc/self/fd/{fd}")
+            if (is_device and is_rare) or path.startswith("/dev/shm/"):
+                found.add(path)
     return found
 
 

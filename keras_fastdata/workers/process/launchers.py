@@ -19,7 +19,11 @@ from typing import Protocol
 from keras_fastdata._modules import installed_imports
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory.arena import Segment
-from keras_fastdata.workers import environment, worker_process
+from keras_fastdata.workers import (
+    environment,
+    resource_tracker,
+    worker_process,
+)
 from keras_fastdata.workers.base import Builds
 from keras_fastdata.workers.process import (
     imports,
@@ -260,6 +264,7 @@ class ForkLauncher(Launcher):
             # What is in their buffers would be written by the child as well.
             with contextlib.suppress(AttributeError, OSError, ValueError):
                 stream.flush()
+        resource_tracker.descriptors()  # the fork inherits what runs
         with own_pidfd() as trainer, warnings.catch_warnings():
             # Python 3.12 and JAX warn of what the warning above has said.
             warnings.simplefilter("ignore", DeprecationWarning)
