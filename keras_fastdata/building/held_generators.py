@@ -265,24 +265,24 @@ def _has_generator(item: Any) -> bool:
 def _first_of(generator: GeneratorWrapper, is_known: bool) -> First:
     """Returns how a generator was found first, which may be now.
 
-    Unless that is known, a build has made the generator, and drawn from it.
+    Unless `is_known`, a build has made the generator, and drawn from it.
     """
     if not generator.tells_whole_state:
         return First()
     try:
         first = _firsts.get(generator.owner)
         if first is None:
-            first = _described(generator) if is_known else First()
+            state = _digest_of(generator) if is_known else b""
+            first = First(state, generator.was_given_seed)
             _firsts[generator.owner] = first
     except TypeError:  # a subclass with slots cannot be referred to weakly
         return First()
     return first
 
 
-def _described(generator: GeneratorWrapper) -> First:
+def _digest_of(generator: GeneratorWrapper) -> bytes:
     text = repr((type(generator.value), generator.state()))
-    state = hashlib.blake2b(text.encode(), digest_size=16).digest()
-    return First(state, generator.was_given_seed)
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 @functools.singledispatch

@@ -271,6 +271,47 @@ def test_a_copy_of_a_used_dataset_draws_alike_with_any_workers(kind, copied):
     assert equal(inline, in_processes)
 
 
+class MakesLate(HasGenerator):
+    """Makes a second generator in `__len__`, or else in `__getitem__`."""
+
+    def __init__(self, thing, in_length=False, **kwargs):
+        super().__init__(thing, **kwargs)
+        self.in_length, self.late = in_length, None
+
+    def __len__(self):
+        if self.in_length:
+            self.make()
+        return super().__len__()
+
+    def __getitem__(self, index):
+        return self.make().integers(2**60, size=2)
+
+    def make(self):
+        if self.late is None:
+            self.late = np.random.default_rng(4)
+        return self.late
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("in_length", [False, True])
+def test_it_does_not_matter_when_a_second_seeded_generator_is_made(
+    in_length, place
+):
+    def both_epochs(by_hand, **place):
+        random.seed(3)
+        keras.utils.set_random_seed(3)
+        thing = np.random.default_rng(5)
+        with MakesLate(thing, in_length, **place) as dataset:
+            epochs = [[*iter(dataset)]]  # `list` asks for the length first
+            if by_hand:
+                dataset[1]
+            return [*epochs, list(dataset)]
+
+    expected = both_epochs(False, **PLACES[0])
+    assert equal(both_epochs(False, **place), expected)
+    assert equal(both_epochs(True, **place), expected)
+
+
 def test_who_seeds_nothing_has_other_batches_in_each_run():
     assert not equal(run(OwnRng, workers=0), run(OwnRng, workers=0))
 

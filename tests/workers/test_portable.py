@@ -266,15 +266,16 @@ def test_a_trainer_that_is_killed_leaves_nothing_beside_a_fork(zygote):
         "pid = os.fork()\n"
         "if not pid:\n"
         "    time.sleep(600)\n"
-        "say(pid)\n"
+        "from multiprocessing.resource_tracker import _resource_tracker\n"
+        "say(pid, _resource_tracker._pid)\n"
         "fit(data, Tell())\n"
     )
     with Trainer(zygote, script) as trainer:
-        fork = int(trainer.line())
+        fork, tracker = map(int, trainer.line().split())
         assert trainer.line() == "training"
         trainer.send(signal.SIGKILL)
         trainer.end()
-        trainer.leaves_no_process(but=[fork])
+        trainer.leaves_no_process(but=[fork, tracker])
         os.kill(fork, signal.SIGKILL)
         trainer.leaves_nothing()
 
