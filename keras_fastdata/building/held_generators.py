@@ -15,7 +15,7 @@ import itertools
 import types
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from keras_fastdata.building import seeding
 from keras_fastdata.building.attributes import attributes_of, has_attributes
@@ -35,11 +35,12 @@ from keras_fastdata.building.reachable import (
 )
 
 _MOST_ITEMS = 1_000  # of a container
-_MOST_GROWING = 32  # containers whose growth is noticed
-_MOST_WATCHED = 64  # items of containers whose replacement is noticed
+_MOST_GROWING = 64  # containers whose growth is noticed
+_MOST_WATCHED = 128  # items of containers whose replacement is noticed
 _MOST_WITHIN = 200  # objects in an item that a build adds to a container
 
 _SEQUENCES = (list, collections.deque)
+_Place = TypeVar("_Place")
 _GROWING_TYPES = {
     *(dict, collections.defaultdict, collections.OrderedDict),
     *_SEQUENCES,
@@ -132,20 +133,22 @@ class Search:
         known: set[int] = set()
         within: set[int] = set()  # ids of objects that hold a generator
         seedable: list[tuple[ReachStep, str]] = []
-        # The containers nearest to the dataset, each with whether it is the
-        # attributes of an object.
-        self._growing: list[tuple[Any, bool]] = []
-        watched = _watched(attributes)
+        # Containers, each with whether it is the attributes of an object.
+        growing = _Uncrowded[tuple[Any, bool]](_MOST_GROWING)
+        # `None` and generators, which a build can replace.
+        watched = _Uncrowded[_Item](_MOST_WATCHED)
+        watched.add(0, _watched(attributes))
         unset: list[tuple[Any, str]] = []  # globals and class attributes
         for step in reachable(dataset, unset):
-            if len(self._growing) < _MOST_GROWING:
+            crowd = step.crowd
+            if growing.has_room(crowd):
                 for container in _growing(step.value):
                     is_object = container is not step.value
-                    self._growing.append((container, is_object))
-                    watched += _watched(container)
+                    growing.add(crowd, [(container, is_object)])
+                    watched.add(crowd, _watched(container))
             if isinstance(step.value, types.FunctionType):
                 for cell in step.value.__closure__ or ():
-                    watched += _watched(_Content(cell))
+                    watched.add(crowd, _watched(_Content(cell)))
             make = wrapper_of(step.value)
             if make is not None:
                 bits = getattr(step.value, "bit_generator", step.value)
@@ -155,10 +158,10 @@ class Search:
                     self._add(step, make(step.value))
             elif not step.is_outside and (name := seed_method_of(step.value)):
                 seedable.append((step, name))
+        self._growing = growing.first()
         self._counts = [len(part) for part, _ in self._growing]
-        # `None` and generators, which a build can replace.
-        watched = [*(_Item(*place, None) for place in unset), *watched]
-        self._watched = watched[:_MOST_WATCHED]
+        watched.add(1, [_Item(*place, None) for place in unset])
+        self._watched = watched.first()
         for step, name in seedable:
             # An object whose generators were found is seeded through them.
             parts = parts_of(step.value)
@@ -309,6 +312,34 @@ class _Item(NamedTuple):
             return self.home[self.key]
         except IndexError:
             return None
+
+
+class _Uncrowded(Generic[_Place]):
+    """Keeps what is not in large containers: those of a dataset are its data.
+
+    Args:
+        most: How many to keep.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._by_crowd: dict[int, list[_Place]] = {}
+
+    def has_room(self, crowd: int) -> bool:
+        """Returns whether something in a container of that size is kept."""
+        found = self._by_crowd.items()
+        before = sum(len(places) for size, places in found if size <= crowd)
+        return before < self._most
+
+    def add(self, crowd: int, places: list[_Place]) -> None:
+        """Keeps what is in a container with `crowd` items."""
+        self._by_crowd.setdefault(crowd, []).extend(places)
+
+    def first(self) -> list[_Place]:
+        """Returns up to `most` places, those in small containers first."""
+        found = (self._by_crowd[crowd] for crowd in sorted(self._by_crowd))
+        places = itertools.chain.from_iterable(found)
+        return list(itertools.islice(places, self._most))
 
 
 def _watched(container: Any) -> list[_Item]:

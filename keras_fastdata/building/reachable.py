@@ -66,6 +66,7 @@ class ReachStep(NamedTuple):
     value: Any  # the object
     before: Any  # the step before it; `None` for the dataset
     is_outside: bool  # whether the way to it leads through a global or a class
+    crowd: int  # the number of items of the largest container on the way, or 0
 
     def way(self) -> list[ReachStep]:
         """Returns this step and all previous steps, from last to first."""
@@ -73,6 +74,20 @@ class ReachStep(NamedTuple):
         while found[-1].before is not None:
             found.append(found[-1].before)
         return found
+
+
+def _num_items(value: Any) -> int:
+    """Returns the number of items of a container, or 0 for other objects.
+
+    Runs no method of the user's.
+    """
+    if isinstance(value, np.ndarray):
+        return int(np.ndarray.size.__get__(value))
+    bases: Any = _CONTAINERS
+    for base in bases:
+        if isinstance(value, base):
+            return int(base.__len__(value))
+    return 0
 
 
 def reachable(
@@ -85,6 +100,7 @@ def reachable(
     """
     inside, outside = _WaitingSteps(), _WaitingSteps()
     seen = {id(dataset)}
+    opened: set[tuple[int, bool]] = set()  # classes
 
     def meet(
         name: str, part: Any, before: ReachStep | None, is_out: bool
@@ -97,16 +113,23 @@ def reachable(
         if isinstance(part, types.ModuleType) and not is_users_module(part):
             return
         if not isinstance(part, _LEAVES) and not _is_leaf(type(part)):
-            step = ReachStep(name, part, before, is_out)
+            crowd = 0 if before is None else before.crowd
+            crowd = max(crowd, _num_items(part))
+            step = ReachStep(name, part, before, is_out, crowd)
             (outside if is_out else inside).add(step)
 
     def open_up(value: Any, step: ReachStep | None) -> None:
         is_out = step is not None and step.is_outside
         for name, part in parts_of(value):
             meet(name, part, step, is_out)
+        kind = value if isinstance(value, type) else type(value)
+        if not isinstance(value, (types.FunctionType, types.ModuleType)):
+            if (id(kind), value is dataset) in opened:
+                return  # all objects of a class name the same
+            opened.add((id(kind), value is dataset))
         # The path of a global must not depend on the function that names it.
         for name, part, home, key in _named_by(value, value is dataset):
-            if part is None and unset is not None:
+            if part is None and unset is not None and key != "__doc__":
                 unset.append((home, key))
             meet(name, part, None, True)
 
@@ -290,7 +313,7 @@ def _named_by(
                     part = vars(base).get(name)
                     inner = _function_in(part)
                     path = f"{base.__qualname__}.{name}"
-                    if isinstance(part, property):
+                    if isinstance(part, property) and part.fset is not None:
                         yield f"{path}.setter", part.fset, vars(base), name
                     part = part if inner is None else inner
                     yield path, part, vars(base), name

@@ -241,6 +241,63 @@ def test_generators_that_later_builds_make_are_seeded(keep):
         assert equal(_epochs(MakesThemLate(keep, seed=1, **place), 3), expected)
 
 
+class _Op:
+    """Makes its generator when it is first used."""
+
+    def __init__(self, number):
+        self.number, self.rng = number, None
+
+    def draw(self):
+        if self.rng is None:
+            self.rng = np.random.default_rng(self.number)
+        return self.rng.random()
+
+
+class _OpWithoutNone(_Op):
+    def __init__(self, number):
+        self.number = number
+
+    def __getattr__(self, name):
+        if name != "rng":
+            raise AttributeError(name)
+
+
+class _Sample:
+    def __init__(self):
+        self.crop, self.label = None, "cat"
+
+
+class _Lacks:
+    a = b = c = d = e = None
+
+
+class _HasSamples(FastPyDataset):
+    """Has many objects in which a build could put a generator."""
+
+    def __init__(self, make, op, **kwargs):
+        super().__init__(seed=1, **kwargs)
+        self.annotations = [make() for _ in range(400)]
+        self.transform = types.SimpleNamespace(
+            ops=[op(number) for number in range(30)]
+        )
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return self.transform.ops[index % 4].draw()
+
+
+@pytest.mark.parametrize("op", [_Op, _OpWithoutNone])
+@pytest.mark.parametrize(
+    "make", [lambda: None, lambda: {"crop": None}, _Sample, _Lacks]
+)
+def test_many_samples_hide_no_generator_that_a_build_makes(make, op):
+    place = {"workers": 3, "use_multiprocessing": True}
+    expected = _epochs(_HasSamples(make, op, workers=0))
+    assert _epochs(_HasSamples(make, op, **place)) == expected
+
+
 def _draws(thing, use, indices):
     """What a worker draws that builds these batches, by index."""
     dataset = Holds(thing, use)
