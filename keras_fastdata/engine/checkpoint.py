@@ -105,7 +105,7 @@ class Checkpoint:
         If that epoch is next, it may be resumed amid its batches: it stays.
         """
         if epoch == self._position.upcoming:
-            self._pool.run(self._position.ask_again)
+            self._pool.run(self._position.ask_for, epoch)
             return
         state = State(
             self._planner.seed,

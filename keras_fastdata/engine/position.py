@@ -76,14 +76,15 @@ class Position:
             self.resumed = None
             self.next_epoch = self.next_epoch + 1 if later is None else later
 
-    def ask_again(self) -> None:
+    def ask_for(self, number: int) -> None:
         """Notes that the program asks for the epoch that is upcoming.
 
         If that epoch has begun, nothing tells whether its iterator goes on, or
         a new one is to begin the epoch: an interrupt may have ended the first.
         """
-        if self._begun is not None and not self._begun.epoch.delivered:
-            self._begun.is_asked_again = True
+        begun = self._begun
+        if begun is not None and not begun.epoch.delivered:
+            begun.is_asked_again = number == begun.next_epoch
 
     def begin_again(self) -> bool:
         """Takes back a begin, for a new iterator that begins the same epoch.

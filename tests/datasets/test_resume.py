@@ -1558,6 +1558,26 @@ def test_a_chosen_epoch_begins_again_when_its_iterator_has_been_dropped(place):
         assert_same(list(dataset), following)
 
 
+@pytest.mark.parametrize("is_asked", [False, True])
+@pytest.mark.parametrize("is_dropped", [False, True])
+@pytest.mark.parametrize("place", ["inline", "2 processes", "4 threads"])
+def test_the_next_epoch_can_be_chosen_when_one_has_delivered_nothing(
+    place, is_dropped, is_asked
+):
+    with Drawn(seed=3, shuffle=True, **PLACES[place]) as dataset:
+        _, *expected = [list(dataset) for _ in range(3)]
+    with Drawn(seed=3, shuffle=True, **PLACES[place]) as dataset:
+        walk = iter(dataset)
+        walk.request()  # the epoch has begun, and no batch has come
+        if is_asked:
+            dataset.set_epoch(0)
+        if is_dropped:
+            del walk
+        dataset.set_epoch(1)
+        for batches in expected:
+            assert_same(list(dataset), batches)
+
+
 class Fails(keras.callbacks.Callback):
     """Raises an error before a batch has been trained on."""
 
