@@ -310,7 +310,8 @@ class _SentPickler(Pickler):
                 for name, value in _parts_of(obj)
                 if self._has_data or not _is_data(value)
             ]
-            return _nothing, (kind, parts, items_of(obj))
+            # As a state: a part may lead to the object again.
+            return _nothing, (kind,), (parts, items_of(obj))
         return super().reducer_override(obj)
 
 

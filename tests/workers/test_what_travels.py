@@ -695,6 +695,56 @@ def test_functions_that_share_a_variable_share_it_in_processes():
         assert [int(batch) for batch in dataset] == [10] * 3
 
 
+class _Node:
+    def __init__(self):
+        self.parent = self.method = None
+
+    def go(self):
+        return 0
+
+
+def _child():
+    node = _Node()
+    node.child = _Node()
+    node.child.parent = node
+    return node
+
+
+def _with_method():
+    node = _Node()
+    node.method = node.go
+    return node
+
+
+class _Nodes(list):
+    pass
+
+
+def _within():
+    nodes = _Nodes([_Node()])
+    nodes[0].parent = nodes
+    return nodes
+
+
+@pytest.mark.parametrize("make", [_child, _with_method, _within])
+def test_a_function_keeps_up_beside_objects_that_refer_to_one_another(make):
+    def counter():
+        count = 0
+
+        def add():
+            nonlocal count
+            count += 1
+
+        return lambda: count, add
+
+    total, add = counter()
+    things = [total, add, make()]
+    with Holds(things, lambda held, _: held[0](), **PROCESS) as dataset:
+        for count in range(3):
+            assert [int(batch) for batch in dataset] == [count] * 3
+            add()
+
+
 def test_classes_whose_metaclass_refuses_assignments_reach_processes():
     class Constants(type):
         def __setattr__(cls, name, value):
