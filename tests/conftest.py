@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 
 import hypothesis
 import numpy as np
@@ -73,7 +74,9 @@ def _start_resource_tracker():
     """
     tracker = multiprocessing.resource_tracker._resource_tracker
     ours, theirs = socket.socketpair()
-    with ours, theirs:
+    with ours, theirs, warnings.catch_warnings():
+        # The child does nothing with what other threads may hold.
+        warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
         if not pid:
             with contextlib.suppress(BaseException):
