@@ -9,6 +9,8 @@ import random
 import signal
 import threading
 from collections.abc import Callable
+from multiprocessing import resource_tracker
+from typing import Any
 
 from keras_fastdata.workers.process.forkservers import forkserver_pids
 
@@ -29,11 +31,15 @@ def forkservers() -> list[int]:
 
 
 def workers() -> list[int]:
-    """The worker processes of this one, and what else it has started."""
+    """The worker processes of this one, and what else it has started.
+
+    But for the resource tracker of `multiprocessing`, which is there to stay.
+    """
     servers = forkservers()
     parents = [os.getpid(), *servers]
     found = [child for parent in parents for child in children(parent)]
-    return [child for child in found if child not in servers]
+    tracker: Any = resource_tracker._resource_tracker
+    return [child for child in found if child not in (*servers, tracker._pid)]
 
 
 class Trouble(threading.Thread):
