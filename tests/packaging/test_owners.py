@@ -19,8 +19,8 @@ _FIELDS_OF_OTHERS = {
     ("sources/remote.py", "retries"): "s3fs's file system",
     ("workers/forks.py", "start"): "Python's `threading.Thread`",
     ("workers/log_forwarding.py", "args"): "a log record",
-    ("workers/resource_tracker.py", "_fd"): "Python's `ResourceTracker`",
     ("workers/process/imports.py", "seed"): "Python's `random.Random`",
+    ("workers/resource_tracker.py", "_fd"): "Python's `ResourceTracker`",
 }
 
 

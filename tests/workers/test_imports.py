@@ -931,9 +931,9 @@ def test_only_import_statements_that_have_run_count(site):
 
 def test_devices_that_an_import_opens_are_seen(monkeypatch):
     with open("/dev/zero", "rb"):
-        assert "/dev/zero" not in imports._devices()  # any process has that
+        assert "/dev/zero" not in imports._open_paths()  # any process has that
         monkeypatch.setattr(imports, "_COMMON_DEVICES", set())
-        assert "/dev/zero" in imports._devices()
+        assert "/dev/zero" in imports._open_paths()
 
 
 @kept

@@ -93,7 +93,7 @@ def run(imports: Imports, begin: Callable[[int], None]) -> None:
     # worker replaces these settings.
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    known, devices = {*sys.modules}, _devices()
+    known, opened = {*sys.modules}, _open_paths()
     gc.disable()  # the many objects of an import are no garbage
     for number, name in enumerate(imports.names):
         begin(number)
@@ -103,7 +103,7 @@ def run(imports: Imports, begin: Callable[[int], None]) -> None:
         except BaseException as error:
             text = f"its import raised {type(error).__name__}: {error}"
             raise NotShareableError(text) from error
-        if reason := _reason_against(known, devices):
+        if reason := _reason_against(known, opened):
             raise NotShareableError(reason)
         known |= sys.modules.keys()
     warnings.simplefilter("ignore")  # a package may have set its own filters
@@ -175,7 +175,7 @@ def _name_of(task: str) -> str:
         return ""
 
 
-def _reason_against(known: set[str], devices: set[str]) -> str:
+def _reason_against(known: set[str], before: set[str]) -> str:
     """Returns the reason not to fork this process; "" if there is none."""
     deadline = time.monotonic() + _SETTLE_S
     while (more := threads() - 1) or _has_children():
@@ -184,7 +184,7 @@ def _reason_against(known: set[str], devices: set[str]) -> str:
                 return f"it leaves {more} thread{'s' * (more > 1)} running"
             return "it leaves a process running"
         time.sleep(_LOOK_S)
-    if opened := _devices() - devices:
+    if opened := _open_paths() - before:
         return f"it opens {', '.join(sorted(opened))}"
     if _has_shared_locks():
         worker_process.run_finalizers()  # which removes their names
@@ -222,19 +222,17 @@ def _has_shared_locks() -> bool:
     return any(isinstance(value, SemLock) for value in made)
 
 
-def _devices() -> set[str]:
-    """Returns what is open of devices and shared memory.
-
-    Except for common devices.
-    """
+def _open_paths() -> set[str]:
+    """Returns the paths of open shared memory and of open, rare devices."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             status = os.stat(f"/proc/self/fd/{fd}")
-            is_device = stat.S_ISCHR(status.st_mode)
-            is_rare = os.major(status.st_rdev) not in _COMMON_DEVICES
             path = os.readlink(f"/proc/self/fd/{fd}")
-            if (is_device and is_rare) or path.startswith("/dev/shm/"):
+            is_device = stat.S_ISCHR(status.st_mode)
+            if path.startswith("/dev/shm/") or (
+                is_device and os.major(status.st_rdev) not in _COMMON_DEVICES
+            ):
                 found.add(path)
     return found
 
