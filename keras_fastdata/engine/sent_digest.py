@@ -215,6 +215,10 @@ class _SentPickler(Pickler):
         self._code: dict[int, tuple[int, Any]] = {}  # by id, each numbered
         self._dataset = dataset
         self._has_data = has_data
+        # Objects to look into, by id, each numbered; and those of them that
+        # are still to be pickled, one after the other: they may be chained.
+        self._opened: dict[int, tuple[int, Any]] = {}
+        self._waiting: collections.deque[Any] = collections.deque()
         self._left = MOST_BYTES  # of arrays to read
         # Arrays with attributes, and Keras's containers, by id.
         self._looked_into: set[int] = set()
@@ -233,6 +237,8 @@ class _SentPickler(Pickler):
         """Pickles an object; returns whether the limit was reached."""
         try:
             self.dump(obj)
+            while self._waiting:
+                self.dump(self._content_of(self._waiting.popleft()))
         except LimitError:
             return True
         return False
@@ -241,8 +247,7 @@ class _SentPickler(Pickler):
         kind = type(obj)
         if self._dataset is None:
             if isinstance(obj, (type, types.FunctionType)):
-                new = len(self._code), obj
-                return self._code.setdefault(id(obj), new)[0]
+                return _number_of(obj, self._code)
         elif obj is self._dataset:
             return _identity(obj)
         if kind in _TEXTS:
@@ -277,9 +282,22 @@ class _SentPickler(Pickler):
             )
         if (tensor := as_plain_tensor(obj)) is not None:
             return _identity(obj), content_of_tensor(tensor, self._checksum_of)
-        if isinstance(obj, _TAKEN_APART) or _is_open(kind):
+        if isinstance(obj, _TAKEN_APART):
             return None
-        return _identity(obj)
+        if not _is_open(kind):
+            return _identity(obj)
+        if id(obj) not in self._opened:
+            self._waiting.append(obj)
+        return "object", _number_of(obj, self._opened)
+
+    def _content_of(self, obj: Any) -> tuple[Any, ...]:
+        """Returns the class, the attributes and the items of an object."""
+        parts = [
+            (name, value)
+            for name, value in _parts_of(obj)
+            if self._has_data or not _is_data(value)
+        ]
+        return type(obj), parts, items_of(obj)
 
     def _once(
         self, parts_in: Callable[[Any], Iterable[Any]], obj: Any
@@ -301,18 +319,6 @@ class _SentPickler(Pickler):
         is_whole = values.nbytes <= self._left
         self._left -= values.nbytes if is_whole else _COST_OF_SAMPLE
         return found
-
-    def reducer_override(self, obj: Any) -> Any:
-        kind = type(obj)
-        if not isinstance(obj, _TAKEN_APART) and _is_open(kind):
-            parts = [
-                (name, value)
-                for name, value in _parts_of(obj)
-                if self._has_data or not _is_data(value)
-            ]
-            # As a state: a part may lead to the object again.
-            return _nothing, (kind,), (parts, items_of(obj))
-        return super().reducer_override(obj)
 
 
 def _parts_of(obj: Any) -> Iterator[tuple[str, Any]]:
@@ -346,9 +352,10 @@ def _is_open(kind: type) -> bool:
     )
 
 
+def _number_of(obj: Any, numbered: dict[int, tuple[int, Any]]) -> int:
+    """Returns an object's number among those met; keeps the object alive."""
+    return numbered.setdefault(id(obj), (len(numbered), obj))[0]
+
+
 def _identity(obj: Any) -> tuple[int, int]:
     return id(obj), len(obj) if type(obj) in _CONTAINERS else 0
-
-
-def _nothing(*_: Any) -> None:
-    """Stands for an object's class in a pickle that nobody loads."""

@@ -726,7 +726,15 @@ def _within():
     return nodes
 
 
-@pytest.mark.parametrize("make", [_child, _with_method, _within])
+def _chain():
+    first = node = _Node()
+    for _ in range(300):
+        node.child = _Node()
+        node = node.child
+    return first
+
+
+@pytest.mark.parametrize("make", [_child, _with_method, _within, _chain])
 def test_a_function_keeps_up_beside_objects_that_refer_to_one_another(make):
     def counter():
         count = 0
