@@ -58,6 +58,8 @@ class Generators:
         self.firsts = firsts
         self._search: held_generators.Search | None = None
         self._is_sure = False  # whether builds were found to add none
+        self._is_edited = False  # whether builds have added or replaced some
+        self._epoch: int | None = None  # of the latest build without workers
 
     def held(self, dataset: Dataset) -> list[held_generators.Held]:
         """Returns the dataset's random generators; caches the search result."""
@@ -82,7 +84,17 @@ class Generators:
         self._search = held_generators.Search(
             dataset, search.firsts, is_first=False
         )
+        self._is_edited |= not search.finds_same(self._search)
         return search.lacks(self._search)
+
+    def note_epoch(self, epoch: int) -> None:
+        """Drops the search result in a new epoch if builds change generators.
+
+        The program may have put back what was there before these builds.
+        """
+        if self._epoch != epoch and self._is_edited:
+            self.forget()
+        self._epoch = epoch
 
     def forget(self) -> None:
         """Drops the search result, so that the next build searches again."""
@@ -226,6 +238,7 @@ class Builder:
                 if state is not None and state.count_build():
                     self._look_for_lost_state(state, batch)
                 return batch
+            self._generators.note_epoch(epoch)
             with preserved_globals(), _Preserved(self._held()):
                 return self._observed(context)
 

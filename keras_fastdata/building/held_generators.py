@@ -235,6 +235,13 @@ class Search:
             for held in later.held
         )
 
+    def finds_same(self, later: Search) -> bool:
+        """Returns whether both searches have found the same generators."""
+        return len(self.held) == len(later.held) and all(
+            before.generator.value is after.generator.value
+            for before, after in zip(self.held, later.held, strict=True)
+        )
+
     def _add(self, step: ReachStep, generator: GeneratorWrapper) -> None:
         way = step.way()
         path = "".join(one.name for one in reversed(way))

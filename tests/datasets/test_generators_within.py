@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import gc
 import itertools
 import random
@@ -517,6 +518,63 @@ def test_one_deep_in_a_closed_dataset_may_be_replaced():
     dataset.close()
     dataset.thing[0] = np.random.default_rng(5)
     assert equal([*found, list(dataset)], expected)
+
+
+def _made_late(keeps, _):
+    if keeps.kept is None:
+        keeps.kept = random.Random(5)
+    return keeps.kept.random()
+
+
+def _made_late_within(keeps, _):
+    if keeps.kept is None:
+        keeps.kept = types.SimpleNamespace(kept=None)
+    return _made_late(keeps.kept, _)
+
+
+def _made_late_in_list(keeps, _):
+    if not keeps.kept:
+        keeps.kept.append(random.Random(5))
+    return keeps.kept[0].random()
+
+
+def _kept_within(keeps, _):
+    return keeps.kept.kept.random() if vars(keeps.kept) else 0
+
+
+def _forget(keeps):
+    keeps.kept = None
+
+
+def _clear(keeps):
+    keeps.kept.clear()
+
+
+def _replace(keeps):
+    keeps.kept = types.SimpleNamespace(kept=random.Random(5))
+
+
+@pytest.mark.parametrize(
+    ("kept", "draw", "change"),
+    [
+        (None, _made_late, _forget),
+        (None, _made_late_within, _forget),
+        ([], _made_late_in_list, _clear),
+        (types.SimpleNamespace(), _kept_within, _replace),
+    ],
+)
+def test_one_deep_in_a_dataset_may_be_replaced_between_epochs(
+    kept, draw, change
+):
+    def epochs(**place):
+        keeps = types.SimpleNamespace(kept=copy.deepcopy(kept))
+        with Holds(keeps, draw, seed=1, **place) as dataset:
+            for _ in range(4):
+                yield list(dataset)
+                change(keeps)
+
+    in_processes = [*epochs(workers=2, use_multiprocessing=True)]
+    assert equal([*epochs(workers=0)], in_processes)
 
 
 def test_one_that_is_replaced_at_the_same_address_is_found_again():
