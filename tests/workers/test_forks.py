@@ -366,3 +366,25 @@ def test_a_process_that_an_inline_build_forks_raises_its_error_once():
         if os.getpid() != this:
             os._exit(8)
         assert found == [7]
+
+
+@pytest.mark.filterwarnings("ignore:`start_method='fork'`")
+def test_workers_are_not_forked_while_a_thread_starts_others(monkeypatch):
+    start, inside = subprocess._fork_exec, threading.Event()
+
+    def slow(*args):
+        pid = start(*args)
+        inside.set()
+        time.sleep(1)  # the pipe that `Popen` reads until its end is open
+        return pid
+
+    monkeypatch.setattr(subprocess, "_fork_exec", slow)
+    place = {"workers": 1, "use_multiprocessing": True}
+    spawned = Numbered(start_method="spawn", **place)
+    thread = threading.Thread(target=list, args=(spawned,), daemon=True)
+    with Numbered(start_method="fork", **place) as forked, spawned:
+        thread.start()
+        assert inside.wait(30)
+        assert next(iter(forked)) is not None
+        thread.join(30)
+        assert not thread.is_alive()

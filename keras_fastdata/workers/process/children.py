@@ -12,12 +12,19 @@ import fcntl
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from typing import Protocol
 
+from keras_fastdata import _process_role
 from keras_fastdata.memory import os_limits
 from keras_fastdata.workers import environment, resource_tracker
 from keras_fastdata.workers.process import sockets
+
+# Held while a process is started. `Popen` waits until nobody has one of its
+# pipes, and a process that was forked amid it would have that for ever.
+STARTING = threading.RLock()
+_process_role.at_fork(after_in_child=STARTING._at_fork_reinit)  # type: ignore[attr-defined]  # noqa: SLF001
 
 _BOOTSTRAP = (
     "import sys; sys.path.extend(p for p in {path!r} if p not in sys.path); "
@@ -111,13 +118,14 @@ def start_python(
             fds=passed[1 : 1 + len(fds)],
             tracker=passed[1 + len(fds) :],
         )
-        return subprocess.Popen(
-            [*interpreter, code],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            pass_fds=passed,
-            process_group=0,  # Ctrl-C in the terminal is for the trainer
-        )
+        with STARTING:
+            return subprocess.Popen(
+                [*interpreter, code],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                pass_fds=passed,
+                process_group=0,  # Ctrl-C in the terminal is for the trainer
+            )
 
 
 def _pidfd_of(pid: int) -> int:

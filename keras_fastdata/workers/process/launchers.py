@@ -31,6 +31,7 @@ from keras_fastdata.workers.process import (
     worker_main,
 )
 from keras_fastdata.workers.process.children import (
+    STARTING,
     Child,
     DirectChild,
     own_pidfd,
@@ -265,7 +266,11 @@ class ForkLauncher(Launcher):
             with contextlib.suppress(AttributeError, OSError, ValueError):
                 stream.flush()
         resource_tracker.descriptors()  # the fork inherits what runs
-        with own_pidfd() as trainer, warnings.catch_warnings():
+        with (
+            STARTING,
+            own_pidfd() as trainer,
+            warnings.catch_warnings(),
+        ):
             # Python 3.12 and JAX warn of what the warning above has said.
             warnings.simplefilter("ignore", DeprecationWarning)
             warnings.simplefilter("ignore", RuntimeWarning)
